@@ -4,8 +4,8 @@
     python tools/flags_table.py
 
 Each table is between two markers of its page: all flags in docs/cli.md, dense kernels in
-docs/attention_backends.md, names in LoRA files in docs/few_step.md. A test compares the pages with
-the package.
+docs/attention_backends.md, names in LoRA files in docs/few_step.md, kinds of LoRA files in
+docs/checkpoints.md. A test compares the pages with the package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from wan.app.programs import run_program
-from wan.checkpoint.lora import DIFFERENCES, NAMINGS
+from wan.checkpoint.lora_names import DIFFERENCES, KINDS, NAMINGS, OTHER_NETWORKS, REFUSED_KINDS
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import GROUPS
@@ -76,10 +76,19 @@ def list_lora_namings() -> Iterable[Row]:
         yield f"whole differences of the {part}", "", ", ".join(f"`{end}`" for end in ends)
 
 
+def list_lora_kinds() -> Iterable[Row]:
+    """Yield a row for each kind of adapter: what is computed, or that it is refused."""
+    yield "Kind", "Merged: added to W", "With kept FP8 or GGUF weights"
+    for kind in KINDS:
+        yield kind.name, f"{kind.merged}", kind.separate
+    yield f"refused by name: {', '.join((*REFUSED_KINDS, *OTHER_NETWORKS))}", "", ""
+
+
 TABLES: dict[tuple[str, str], Callable[[], Iterable[Row]]] = {
     ("cli.md", "all flags"): list_flags,
     ("attention_backends.md", "dense kernels"): list_kernels,
     ("few_step.md", "names in LoRA files"): list_lora_namings,
+    ("checkpoints.md", "kinds of LoRA files"): list_lora_kinds,
 }
 """Page and title of a table -> its rows, of which the first one is the head."""
 

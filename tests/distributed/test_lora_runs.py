@@ -93,6 +93,47 @@ def test_a_lora_is_as_if_merged_beforehand(
     assert (plain - expected).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        slow(2, "--comm_type 1 --dit_fsdp"),
+        slow(4, "--cfg_size 2 --ring_size 2 --offload_model block"),
+    ],
+)
+def test_other_kinds_than_pairs(ranks: int, flags: str, tiny: Any, tmp_path: Path) -> None:
+    """LoHa, LoKr and DoRA, also of columns, whose norms need rows of all ranks."""
+    folder, generator = tiny("t2v-1.3B"), torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / 10
+
+    tensors, path = {}, tmp_path / "x.safetensors"
+    for name, weight in weights(folder).items():
+        layer, rows, columns = name.removesuffix(".weight"), len(weight), weight[0].numel()
+        if weight.dim() != 2 or not name.startswith("blocks.") or layer == name:
+            continue
+        if "ffn" in name:
+            tensors |= {f"{layer}.lokr_w1": draw(3, 4)}
+            tensors |= {f"{layer}.lokr_w2_a": draw(rows // 3, 2)}
+            tensors |= {f"{layer}.lokr_w2_b": draw(2, columns // 4)}
+        else:
+            for number in (1, 2):
+                tensors |= {f"{layer}.hada_w{number}_a": draw(rows, 2)}
+                tensors |= {f"{layer}.hada_w{number}_b": draw(2, columns)}
+        if layer.endswith((".q", "ffn.0")):
+            axis = layer.endswith(".q")
+            norms = weight.float().norm(dim=int(not axis), keepdim=True)
+            tensors[f"{layer}.dora_scale"] = norms * (1 + draw(*norms.shape))
+    save_file(tensors, path)
+    arguments = [*QUICK, "--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--sample_steps", "2"]
+    plain = make_latents(1, arguments, tmp_path / "plain.mp4")
+    arguments += ["--lora", str(path)]
+    single_latents = make_latents(1, arguments, tmp_path / "alone.mp4")
+    actual = make_latents(ranks, [*arguments, *flags.split()], tmp_path / "v.mp4")
+    assert (actual - single_latents).abs().max() <= 1e-4
+    assert (plain - single_latents).abs().max() > 1e-2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",

@@ -27,9 +27,8 @@ def layer(rows: int, columns: int, scale: Tensor | None, lora: int = 0) -> FP8Li
     bias = nn.Parameter(torch.randn(rows, generator=generator), requires_grad=False)
     lora_factors = None
     if lora:
-        lora_factors = tuple(
-            torch.randn(s, generator=generator) for s in ((rows, lora), (lora, columns))
-        )
+        shapes = {"lora_up": (rows, lora), "lora_down": (lora, columns)}
+        lora_factors = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
     arguments = (weight, lambda x: x.float(), bias)
     return FP8Linear(*arguments, in_features=columns, scale=scale, lora=lora_factors)  # type: ignore[arg-type]
 

@@ -21,6 +21,7 @@ from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
 from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora import LoraFile, parse_lora_file
+from wan.checkpoint.lora_names import NAMINGS
 from wan.checkpoint.merge_lora import merge_loras, open_lora_sources
 from wan.settings.errors import FileChangedError, InputError
 
@@ -126,7 +127,8 @@ def test_families(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None
     assert not wrong
 
 
-PREFIXES = {row.prefix for row in lora.NAMINGS} - {"transformer_2."}  # which needs two networks
+# Those of the low-noise expert need two networks.
+PREFIXES = {row.prefix for row in NAMINGS} - {"transformer_2.", "pipe.dit2."}
 
 
 def test_every_naming_of_the_table(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
@@ -135,7 +137,10 @@ def test_every_naming_of_the_table(weights: dict[str, Tensor], tiny: Any, tmp_pa
     weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
     down, up = pair(weight.shape, 2, 0, torch.float32)
     sums = {f"{name}.weight": (weight.double() + up.double() @ down.double()).float()}
-    for prefix, naming in product(sorted(PREFIXES), lora.NAMINGS):
+    for prefix, row in product(sorted(PREFIXES), NAMINGS):
+        naming = row._replace(
+            **{key: end.replace("NAME", "style_0") for key, end in row._asdict().items() if end}
+        )
         tensors = {f"{prefix}{name}{naming.down}": down, f"{prefix}{name}{naming.up}": up}
         expected = dict(sums)
         if naming.bias is not None:
@@ -370,106 +375,6 @@ def test_a_file_of_both_experts_whatever_its_name(tiny: Any, tmp_path: Path) -> 
     assert [len(adapters) for adapters in loras.values()] == [1, 1]
 
 
-def peft_folder(folder: Path, weight: Tensor, **config: Any) -> tuple[Path, Tensor]:
-    """An adapter of PEFT for Q, trained a little, and PEFT's own merged weight."""
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    def network() -> torch.nn.Module:
-        layers = torch.nn.ModuleDict({"q": torch.nn.Linear(*weight.shape[::-1], bias=False)})
-        layers["q"].weight.data = weight.clone()
-        block = torch.nn.ModuleDict({"self_attn": layers})
-        return torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block])})
-
-    torch.manual_seed(0)
-    settings = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q"]} | config)
-    model: Any = get_peft_model(network(), settings)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data += 0.02 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-    merged_weight = PeftModel.from_pretrained(network(), folder).merge_and_unload()
-    return folder / "adapter_model.safetensors", merged_weight.state_dict()[f"{Q}.weight"]
-
-
-INIT_METHODS = (
-    True,
-    False,
-    "gaussian",
-    "orthogonal",
-    "eva",
-    "mica",
-    "pissa",
-    "pissa_niter_4",
-    "olora",
-)
-PEFT_VARIANTS: tuple[dict[str, Any], ...] = (
-    {"use_rslora": True},
-    {"rank_pattern": {"q": 2}},
-    {"fan_in_fan_out": True},
-    {"alpha_pattern": {"q": 2}},
-    {"use_dora": True},
-)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_an_adapter_is_merged_as_peft_does_or_refused(
-    weights: dict[str, Tensor], tiny: Any, tmp_path: Path
-) -> None:
-    messages, q = {}, weights[f"{Q}.weight"].float()
-    for number, config in enumerate(
-        (*({"init_lora_weights": x} for x in INIT_METHODS), *PEFT_VARIANTS)
-    ):
-        path, expected = peft_folder(tmp_path / str(number), q, **config)
-        is_plain = config.get("init_lora_weights", True) not in ("pissa", "pissa_niter_4", "olora")
-        if is_plain and not {"alpha_pattern", "use_dora"} & {*config}:
-            actual = read_merged_weights(path, tiny("t2v-1.3B"))[f"{Q}.weight"]
-            assert torch.allclose(actual, expected, atol=1e-6, rtol=1e-5), config
-        else:
-            messages[str(config)] = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
-    check_refusals("LoRA: adapters of PEFT", messages, [r"(?<=magnitude_vector)\S*"])
-
-
-UNKNOWN: tuple[dict[str, Any], ...] = (
-    *({"init_lora_weights": x} for x in ("corda", "loftq", "lora_ga", "pissa_v2", "", 1, ["eva"])),
-    *({key: {"x": 1}} for key in ("arrow_config", "kasa_config", "use_bdlora", "use_next_year")),
-    {"layer_replication": [[0, 1]]},
-    {"alora_invocation_tokens": [1]},
-    {"peft_type": "LOHA"},
-    {"use_rslora": "yes"},
-)
-
-
-def test_settings_of_peft_that_are_not_computed(tiny: Any, tmp_path: Path) -> None:
-    """In adapter_config.json for a file of any name, or in its metadata, also with alphas."""
-    messages: dict[str, str] = {}
-    locations = "beside", "renamed", "diffusers", "with alphas"
-    for number, (config, location) in enumerate(product(UNKNOWN, locations)):
-        name = "style" if location == "renamed" else "adapter_model"
-        path, tensors = tmp_path / str(number) / f"{name}.safetensors", dict(PAIR)
-        path.parent.mkdir()
-        if location == "with alphas":
-            tensors[f"{Q}.alpha"] = torch.tensor(4.0)
-        metadata = None
-        if location in ("diffusers", "with alphas"):
-            peft_settings = {f"transformer.{key}": value for key, value in config.items()}
-            metadata = {"lora_adapter_metadata": json.dumps(peft_settings)}
-        else:
-            path.with_name("adapter_config.json").write_text(json.dumps(config))
-        save_file(tensors, path, metadata)
-        sentence = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
-        assert next(iter(config)) in sentence and "\n" not in sentence, (config, location)
-        if number % len(locations) == 0 or number < len(locations):
-            messages[f"{config} {location}"] = sentence
-    check_refusals("LoRA: settings of PEFT", messages)
-
-
-def test_a_configuration_among_other_files_is_adapter_models(tiny: Any, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"init_lora_weights": "pissa"}))
-    save_file(PAIR, tmp_path / "style.safetensors")
-    save_file(PAIR, tmp_path / "adapter_model.safetensors")
-    assert read_merged_weights(tmp_path / "style.safetensors", tiny("t2v-1.3B"))
-
-
 def test_a_file_that_changes_after_the_check(tiny: Any, tmp_path: Path) -> None:
     """Before and after the file is mapped; for merged LoRAs and for separate ones."""
     path, checkpoint = tmp_path / "x.safetensors", inspect_checkpoint(tiny("t2v-1.3B"))
@@ -521,12 +426,19 @@ BAD: dict[str, dict[str, Tensor]] = {
     "lone bias": {f"{Q}.lora_B.bias": torch.ones(96)},
     "int8": PAIR | {f"{Q}.lora_up.weight": B.to(torch.int8)},
     "fp8": PAIR | {f"{Q}.lora_up.weight": B.to(torch.float8_e4m3fn)},
-    "DoRA": PAIR | {f"{Q}.dora_scale": torch.ones(96)},
-    "PEFT's DoRA": PAIR | {f"{Q}.lora_magnitude_vector.weight": torch.ones(96)},
-    "LoHa": {f"{Q}.hada_w1_a": B},
-    "LoKr": {f"{Q}.lokr_w1": B},
+    "a DoRA's shape": PAIR | {f"{Q}.dora_scale": torch.ones(95, 1)},
+    "a DoRA of a norm": {
+        "blocks.0.norm3.lora_down.weight": A[:, :1],
+        "blocks.0.norm3.lora_up.weight": B,
+        "blocks.0.norm3.dora_scale": torch.ones(1, 1),
+    },
+    "DoRA alone": {f"{Q}.lora_magnitude_vector.weight": torch.ones(96)},
+    "half of LoHa": {f"{Q}.hada_w1_a": B, f"{Q}.hada_w1_b": A},
+    "half of LoKr": {f"{Q}.lokr_w1": B},
+    "LoKr twice": {f"{Q}.lokr_w1": B, f"{Q}.lokr_w2": B, f"{Q}.lokr_w2_a": B},
+    "LoKr's shape": {f"{Q}.lokr_w1": torch.ones(2, 2), f"{Q}.lokr_w2": torch.ones(48, 47)},
     "OFT": {f"{Q}.oft_blocks": B},
-    "LoCon": PAIR | {f"{Q}.lora_mid.weight": torch.ones(2, 2)},
+    "LoCon": PAIR | {f"{Q}.lora_mid.weight": torch.ones(2, 3)},
     "reshaped": PAIR | {f"{Q}.reshape_weight": torch.ones(2)},
     "text encoder": PAIR | {"lora_te_text_model_q.lora_down.weight": A},
     "difference's shape": {"blocks.0.norm3.diff": torch.ones(95)},
@@ -534,6 +446,10 @@ BAD: dict[str, dict[str, Tensor]] = {
     "modulation's shape": {"blocks.0.diff_m": torch.ones(6, 96)},
     "twice": PAIR | {f"diffusion_model.{Q}.lora_down.weight": A},
     "whole weights": {f"{Q}.weight": torch.ones(96, 96)},
+    "whole weights beside": PAIR | {"head.head.bias": torch.ones(64)},
+    "two adapters": {f"{Q}.lora_A.{x}.weight": A for x in ("one", "two")},
+    "an unknown prefix": PAIR | {f"foreign.{Q}.lora_A.weight": A},
+    "another network's blocks": {f"vace_{x}": tensor for x, tensor in PAIR.items()},
     "unknown end": PAIR | {f"{Q}.lora_C.weight": A},
     "two experts'": {f"transformer_2.{Q}.lora_A.weight": A},
     "scale tensor": PAIR | {"scale": torch.ones(1)},

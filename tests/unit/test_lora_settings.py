@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.pipelines import resolve_argv
-from tests.unit.test_lora import Q, pair, pair_of, peft_folder, read_merged_weights
+from tests.refusals import check_refusals, get_refusal
+from tests.unit.test_lora import PAIR, Q, pair, pair_of, read_merged_weights
 from wan.checkpoint import lora
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
@@ -34,6 +36,109 @@ def name_for_diffusers(
     name = layer.replace("self_attn.", "attn1.to_")
     ends = {"A": down, "B": up}
     return {f"{prefix}.{name}.lora_{end}.weight": x.clone() for end, x in ends.items()}
+
+
+def peft_folder(folder: Path, weight: Tensor, **config: Any) -> tuple[Path, Tensor]:
+    """An adapter of PEFT for Q, trained a little, and PEFT's own merged weight."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def network() -> torch.nn.Module:
+        layers = torch.nn.ModuleDict({"q": torch.nn.Linear(*weight.shape[::-1], bias=False)})
+        layers["q"].weight.data = weight.clone()
+        block = torch.nn.ModuleDict({"self_attn": layers})
+        return torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block])})
+
+    torch.manual_seed(0)
+    settings = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q"]} | config)
+    model: Any = get_peft_model(network(), settings)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.02 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    merged_weight = PeftModel.from_pretrained(network(), folder).merge_and_unload()
+    return folder / "adapter_model.safetensors", merged_weight.state_dict()[f"{Q}.weight"]
+
+
+INIT_METHODS = (
+    True,
+    False,
+    "gaussian",
+    "orthogonal",
+    "eva",
+    "mica",
+    "pissa",
+    "pissa_niter_4",
+    "olora",
+)
+PEFT_VARIANTS: tuple[dict[str, Any], ...] = (
+    {"use_rslora": True},
+    {"rank_pattern": {"q": 2}},
+    {"fan_in_fan_out": True},
+    {"alpha_pattern": {"q": 2}},
+    {"use_dora": True},
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_is_merged_as_peft_does_or_refused(
+    weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+) -> None:
+    messages, q = {}, weights[f"{Q}.weight"].float()
+    for number, config in enumerate(
+        (*({"init_lora_weights": x} for x in INIT_METHODS), *PEFT_VARIANTS)
+    ):
+        path, expected = peft_folder(tmp_path / str(number), q, **config)
+        is_plain = config.get("init_lora_weights", True) not in ("pissa", "pissa_niter_4", "olora")
+        if is_plain:
+            actual = read_merged_weights(path, tiny("t2v-1.3B"))[f"{Q}.weight"]
+            assert torch.allclose(actual, expected, atol=1e-6, rtol=1e-5), config
+        else:
+            messages[str(config)] = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
+    check_refusals("LoRA: adapters of PEFT", messages)
+
+
+UNKNOWN: tuple[dict[str, Any], ...] = (
+    *({"init_lora_weights": x} for x in ("corda", "loftq", "lora_ga", "pissa_v2", "", 1, ["eva"])),
+    *({key: {"x": 1}} for key in ("arrow_config", "kasa_config", "use_bdlora", "use_next_year")),
+    {"layer_replication": [[0, 1]]},
+    {"alora_invocation_tokens": [1]},
+    {"peft_type": "VERA"},
+    {"alpha_pattern": {"(": 2}},
+    {"rank_pattern": {".*" * 40: 2}},
+    {"modules_to_save": "head"},
+    {"use_rslora": "yes"},
+)
+
+
+def test_settings_of_peft_that_are_not_computed(tiny: Any, tmp_path: Path) -> None:
+    """In adapter_config.json for a file of any name, or in its metadata, also with alphas."""
+    messages: dict[str, str] = {}
+    locations = "beside", "renamed", "diffusers", "with alphas"
+    for number, (config, location) in enumerate(product(UNKNOWN, locations)):
+        name = "style" if location == "renamed" else "adapter_model"
+        path, tensors = tmp_path / str(number) / f"{name}.safetensors", dict(PAIR)
+        path.parent.mkdir()
+        if location == "with alphas":
+            tensors[f"{Q}.alpha"] = torch.tensor(4.0)
+        metadata = None
+        if location in ("diffusers", "with alphas"):
+            peft_settings = {f"transformer.{key}": value for key, value in config.items()}
+            metadata = {"lora_adapter_metadata": json.dumps(peft_settings)}
+        else:
+            path.with_name("adapter_config.json").write_text(json.dumps(config))
+        save_file(tensors, path, metadata)
+        sentence = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
+        assert next(iter(config)) in sentence and "\n" not in sentence, (config, location)
+        if number % len(locations) == 0 or number < len(locations):
+            messages[f"{config} {location}"] = sentence
+    check_refusals("LoRA: settings of PEFT", messages)
+
+
+def test_a_configuration_among_other_files_is_adapter_models(tiny: Any, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"init_lora_weights": "pissa"}))
+    save_file(PAIR, tmp_path / "style.safetensors")
+    save_file(PAIR, tmp_path / "adapter_model.safetensors")
+    assert read_merged_weights(tmp_path / "style.safetensors", tiny("t2v-1.3B"))
 
 
 def test_alphas_of_layers_count_and_then_nothing_of_peft(

@@ -199,6 +199,14 @@ def test_vendors_packages_are_not_needed_and_stay_away() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_block_sparse_attention_is_planned(device: str) -> None:
+    """The sparse kernel of each kind of device has a counterpart without data."""
+    argv = ("--task", "t2v-1.3B", "--size", "832*480", "--frame_num", "17", "--device", device)
+    sparse = ("--use_rainfusion", "--rainfusion_type", "v2")
+    assert planner(*argv, *sparse).compute_peak_bytes() >= planner(*argv).compute_peak_bytes()
+
+
 def test_vendors_kernels_hold_what_they_should() -> None:
     argv = ("--task", "t2v-A14B", *HD, *EIGHT)
     plain = planner(*argv, "--chip", "A2").compute_peak_bytes()

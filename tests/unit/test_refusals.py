@@ -32,6 +32,9 @@ class Placeholder:
     def __getattr__(self, _: str) -> Placeholder:
         return self
 
+    def __getitem__(self, _: object) -> Placeholder:
+        return self
+
     def __format__(self, _: str) -> str:
         return "7"
 

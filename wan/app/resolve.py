@@ -376,7 +376,7 @@ def make_params(
     recipes.check_svi_loras(params.chain, lora_files)
     lora_notices = lora.iter_lora_notices(setup.loras, setup.preset.kind, bool(recipe_names))
     notices = (*recipes.make_recipe_notices(recipe_names, params, bool(lora_files)), *lora_notices)
-    return params, (*notices, *setup.check_params(params))
+    return params, (*notices, *setup.check_params(params, values))
 
 
 def _find_checkpoint_folder(values: Values, preset: Preset) -> tuple[Path, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from math import prod
 from pathlib import Path
@@ -25,6 +26,9 @@ KINDS = {
 }
 """Input channels of the patch embedding -> kind of the other networks."""
 BLOCK_PREFIXES = ("blocks.", "vace_blocks.")  # key prefixes of the transformer blocks
+match_adapter = re.compile(  # keys of the modules that are copied together with a block
+    r"(?:vace_blocks|audio_injector\.injector(?:_adain_layers)?|face_adapter\.fuser_blocks)\.(\d+)\."
+).match
 _HEAD_DIM_KEY = "face_adapter.fuser_blocks.0.q_norm.weight"
 
 

@@ -163,7 +163,8 @@ def read_safetensors_offsets(path: Path) -> dict[str, tuple[str, list[int], int]
     with open_regular_file(path) as file:
         size = int.from_bytes(file.read(8), "little")
         try:
-            header = json.loads(file.read(min(size, path.stat().st_size, _MAX_HEADER_BYTES)))
+            is_possible = size <= min(path.stat().st_size, _MAX_HEADER_BYTES)
+            header = json.loads(file.read(size if is_possible else 0))
             header.pop("__metadata__", None)
             return {
                 name: (info["dtype"], info["shape"], 8 + size + info["data_offsets"][0])

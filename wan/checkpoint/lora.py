@@ -1,148 +1,31 @@
-"""Maps the tensors of LoRA files to a network's parameters, reading headers and alphas only.
+"""Resolves the settings of LoRAs to the weight deltas of each network.
 
-A file holds low-rank pairs (W + strength * alpha / rank * up @ down), full weight deltas (.diff),
-or both, in any of the NAMINGS. A file with a tensor that fits no parameter is refused: ignoring the
-tensor would silently change the video.
+Headers, settings of PEFT and alphas are read, no weights.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from wan.checkpoint.expert_names import EXPERTS, ExpertTag, detect_experts, find_expert_tags
-from wan.checkpoint.headers import (
-    compute_fingerprint,
-    list_shards,
-    read_safetensors_header,
-    read_safetensors_scalars,
-)
-from wan.checkpoint.keymaps import rename_dit_to_diffusers
+from wan.checkpoint.headers import compute_fingerprint, read_safetensors_header
 from wan.checkpoint.layout import Checkpoint
-from wan.checkpoint.peft_settings import read_peft_settings
-from wan.checkpoint.tensor_info import FLOATS, TensorInfo
+from wan.checkpoint.lora_deltas import WeightDelta
+from wan.checkpoint.lora_names import HIGH_NOISE_PREFIX, LOW_NOISE_PREFIX, names_both_experts
+from wan.checkpoint.lora_reader import MAX_ABS, Lora, LoraFile, LoraReader
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.values import format_value
 
-
-class Naming(NamedTuple):
-    """A program's names for the LoRA tensors of a layer.
-
-    Attributes:
-        program: The programs that write such files.
-        prefix: Precedes the layer's name.
-        down: Suffix of the matrix [rank, columns].
-        up: Suffix of the matrix [rows, rank].
-        bias: Suffix of a bias that is scaled like the pair; None if there is none.
-    """
-
-    program: str
-    prefix: str
-    down: str
-    up: str
-    bias: str | None = None
-
-
-_A_B = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias")
-_DOWN_UP = (".lora_down.weight", ".lora_up.weight", ".lora_up.bias")
-_HIGH_NOISE_PREFIX, _LOW_NOISE_PREFIX = "transformer.", "transformer_2."  # of diffusers
-NAMINGS = (
-    Naming("LightX2V, ComfyUI", "diffusion_model.", *_DOWN_UP),
-    Naming("ComfyUI, with the whole model's prefix", "model.", *_DOWN_UP),
-    Naming("musubi-tuner, kohya", "lora_unet_", *_DOWN_UP),
-    Naming("diffusers", _HIGH_NOISE_PREFIX, *_A_B),
-    Naming("diffusers, the low-noise expert", _LOW_NOISE_PREFIX, *_A_B),
-    Naming(
-        "PEFT",
-        "base_model.model.",
-        ".lora_A.default.weight",
-        ".lora_B.default.weight",
-        ".lora_B.default.bias",
-    ),
-    Naming("diffusers' attention processors", "", "_lora.down.weight", "_lora.up.weight"),
-    Naming("LoRA modules in a network", "", ".lora.down.weight", ".lora.up.weight"),
-    Naming("parameters without a module", "", ".lora_A", ".lora_B"),
-    Naming("parameters without a module", "", ".lora_down", ".lora_up"),
-)
-"""One row for each program, for the documentation. In a file, a prefix may be repeated, and be
-combined with the suffixes of any row. A layer has its official or its diffusers name, with dots or
-underscores."""
-DIFFERENCES = {
-    ".diff": "weight",
-    ".w_norm": "weight",
-    ".diff_b": "bias",
-    ".b_norm": "bias",
-    ".diff_m": "modulation",
-}
-"""Suffix of a full weight delta -> the parameter to which it is added."""
-_PREFIXES = [naming.prefix for naming in NAMINGS if naming.prefix]
-_SUFFIX_ROLES = {  # suffix -> role of the tensor
-    **{naming.down: "down" for naming in NAMINGS},
-    **{naming.up: "up" for naming in NAMINGS},
-    **{suffix: f"difference of the {parameter}" for suffix, parameter in DIFFERENCES.items()},
-    **{naming.bias: "bias" for naming in NAMINGS if naming.bias is not None},
-    ".alpha": "alpha",
-}
-_UNSUPPORTED = {
-    r"\.(dora_scale|lora_magnitude_vector.*)$": "DoRA",
-    r"\.hada_(w|t)\w+$": "LoHa",
-    r"\.lokr_\w+$": "LoKr",
-    r"\.(oft_\w+|a_\d+_\d+|rescale)$": "OFT",
-    r"\.lora_mid\.weight$": "LoCon with a core",
-    r"\.(on_input|ia3_\w+)$": "IA3",
-    r"\.(vera_\w+|lora_embedding_\w+|reshape_weight|set_weight)$": "not a plain LoRA",
-}
-_TEXT_ENCODER_PREFIXES = ("text_encoder.", "lora_te", "conditioner.", "cond_stage_model.")
 _FLAGS = {"both": "lora", "high_noise": "lora_high_noise", "low_noise": "lora_low_noise"}
 _RELIGHTING_FLAG = "use_relighting_lora"
 _RELIGHTING_FILES = ("relighting_lora.ckpt", "relighting_lora/adapter_model.safetensors")
-_MAX_ABS = 1e6  # of a strength or an alpha; larger ones may overflow
-
-
-@dataclass(frozen=True)
-class WeightDelta:
-    """A weight delta of one parameter: scale * up @ down, or scale * full."""
-
-    scale: float
-    up: TensorInfo | None = None
-    down: TensorInfo | None = None
-    full: TensorInfo | None = None
-
-    @property
-    def rank(self) -> int:
-        """The rank of up @ down; 0 for a full delta."""
-        return 0 if self.down is None else self.down.shape[0]
-
-
-@dataclass(frozen=True)
-class Lora:
-    """A file and its weight deltas for one network.
-
-    Attributes:
-        deltas: By parameter name.
-        tag: The expert tag in the file's name that selected the network; "" if a flag did.
-    """
-
-    path: Path
-    strength: float
-    deltas: dict[str, tuple[WeightDelta, ...]]
-    tag: str = ""
-
-
-@dataclass(frozen=True)
-class LoraFile:
-    """A LoRA file and its strength, given as `FILE=STRENGTH`."""
-
-    path: Path
-    strength: float = 1.0
 
 
 def parse_lora_file(text: str) -> LoraFile:
@@ -158,9 +41,9 @@ def parse_lora_file(text: str) -> LoraFile:
         strength = None
     if strength is None:
         return LoraFile(Path(os.path.expanduser(text)))
-    if not abs(strength) <= _MAX_ABS:
+    if not abs(strength) <= MAX_ABS:
         why = f"has the strength {format_value(tail)}"
-        raise InputError("LoRA", file, why, f"give a number from -{_MAX_ABS:g} to {_MAX_ABS:g}")
+        raise InputError("LoRA", file, why, f"give a number from -{MAX_ABS:g} to {MAX_ABS:g}")
     return LoraFile(Path(os.path.expanduser(file)), strength)
 
 
@@ -235,12 +118,7 @@ def _holds_both_experts(file: Path) -> bool:
     """Returns whether a file has tensors of both experts."""
     if not file.is_file() or file.suffix != ".safetensors":
         return False
-    return _names_both_experts(read_safetensors_header(file))
-
-
-def _names_both_experts(names: Iterable[str]) -> bool:
-    """Whether some tensors have diffusers' prefix of the low-noise expert, and others do not."""
-    return len({name.startswith(_LOW_NOISE_PREFIX) for name in names}) == 2
+    return names_both_experts(read_safetensors_header(file))
 
 
 def _check_untagged_pair(file: Path, applied_tags: Mapping[Path, ExpertTag]) -> None:
@@ -358,212 +236,23 @@ def resolve_loras(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str
         files, tags = _assign_by_name(files)
     for expert in EXPERTS:
         for lora_file in files[expert]:
-            reader = _LoraReader(lora_file, checkpoint, expert)
-            if _names_both_experts(reader.tensors):
+            reader = LoraReader(lora_file, checkpoint.experts[expert].tensors, expert)
+            if names_both_experts(reader.tensors):
                 raise reader.make_error(
-                    f"holds both experts' tensors ({_HIGH_NOISE_PREFIX} and {_LOW_NOISE_PREFIX}), "
+                    f"holds both experts' tensors ({HIGH_NOISE_PREFIX} and {LOW_NOISE_PREFIX}), "
                     f"but is given for the {expert} one",
                     "give it with `lora`",
                 )
     return {
         expert: tuple(
             replace(
-                _LoraReader(lora_file, checkpoint, expert).read(),
+                LoraReader(lora_file, checkpoint.experts[expert].tensors, expert).read(),
                 tag=tags[lora_file.path].text if lora_file.path in tags else "",
             )
             for lora_file in (*files["both"], *files.get(expert, ()))
         )
         for expert in checkpoint.experts
     }
-
-
-class _LoraReader:
-    """Reads the header of one LoRA file, for one network of a checkpoint."""
-
-    def __init__(self, lora_file: LoraFile, checkpoint: Checkpoint, expert: str) -> None:
-        self.path, self.strength, self.expert = lora_file.path, lora_file.strength, expert
-        if not self.path.is_file():
-            raise self.make_error("does not exist or is no file", "give a .safetensors file")
-        if self.path.suffix not in (".safetensors", ".ckpt"):
-            raise self.make_error("is no .safetensors file", "convert it")
-        if len(list_shards(self.path)) > 1:
-            raise self.make_error("is one of several shards", "give a LoRA in one file")
-        self.tensors = _read_lora_header(self.path)
-        tensors = checkpoint.experts[expert].tensors
-        self.parameter_shapes = {name: info.shape for name, info in tensors.items()}
-
-    @property
-    def has_low_noise_tensors(self) -> bool:
-        """Whether tensors have diffusers' prefix of the low-noise expert."""
-        return any(name.startswith(_LOW_NOISE_PREFIX) for name in self.tensors)
-
-    def make_error(self, why: str, remedy: str = "it was made for another model") -> InputError:
-        return InputError("LoRA", self.path, why, remedy)
-
-    def read(self) -> Lora:
-        """Returns the file's weight deltas for the network."""
-        layers = self.group_by_layer()
-        alphas = {
-            layer: layer_tensors["alpha"]
-            for layer, layer_tensors in layers.items()
-            if "alpha" in layer_tensors
-        }
-        for info in alphas.values():
-            if prod(info.shape) != 1:
-                raise self.make_error(
-                    f"holds {info.name}, which is no single number", "it is damaged"
-                )
-        if alphas and self.path.suffix == ".ckpt":
-            raise self.make_error(
-                "holds alphas, which are read from .safetensors only", "convert it"
-            )
-        scalars = read_safetensors_scalars(self.path, [info.name for info in alphas.values()])
-        # PEFT's scale settings apply only to files without alphas.
-        is_low_noise = self.has_low_noise_tensors and self.expert == "low_noise"
-        prefix = _LOW_NOISE_PREFIX if is_low_noise else _HIGH_NOISE_PREFIX
-        peft_settings = read_peft_settings(self.path, prefix)
-        scaling = {} if alphas else peft_settings
-        deltas: dict[str, list[WeightDelta]] = {}
-        for layer, tensors in layers.items():
-            alpha = scalars[alphas[layer].name] if layer in alphas else scaling.get("lora_alpha")
-            for name, delta in self.iter_deltas(
-                layer, tensors, alpha, bool(scaling.get("use_rslora"))
-            ):
-                deltas.setdefault(name, []).append(delta)
-        return Lora(
-            self.path,
-            self.strength,
-            {name: tuple(deltas_of_name) for name, deltas_of_name in deltas.items()},
-        )
-
-    def group_by_layer(self) -> dict[str, dict[str, TensorInfo]]:
-        """Groups the file's tensors by official layer name, then by role (`_SUFFIX_ROLES`)."""
-        if self.has_low_noise_tensors and self.expert == "dit":
-            remedy = "this checkpoint has one network"
-            raise self.make_error(f"is for two experts ({_LOW_NOISE_PREFIX}...)", remedy)
-        spellings = _map_layer_spellings(self.parameter_shapes)
-        layers: dict[str, dict[str, TensorInfo]] = {}
-        for name, info in self.tensors.items():
-            for pattern, adapter_type in _UNSUPPORTED.items():
-                if re.search(pattern, name):
-                    remedy = "merge it into the checkpoint with the program it was made with"
-                    raise self.make_error(
-                        f"holds {name} ({adapter_type}), which is not supported", remedy
-                    )
-            if name.startswith(_TEXT_ENCODER_PREFIXES):
-                remedy = "only those of the video network are supported"
-                raise self.make_error(f"holds {name}, which changes a text encoder", remedy)
-            is_low_noise = name.startswith(_LOW_NOISE_PREFIX)
-            if self.has_low_noise_tensors and is_low_noise != (self.expert == "low_noise"):
-                continue
-            suffix = next((suffix for suffix in _SUFFIX_ROLES if name.endswith(suffix)), None)
-            if suffix is None and name.endswith((".weight", ".bias", ".modulation")):
-                why = f"holds {name}: full weights, not differences"
-                raise self.make_error(why, "give such a file as a checkpoint (`ckpt_dir`)")
-            if suffix is None:
-                why = f"holds {name}, which is not a known LoRA tensor"
-                raise self.make_error(why, "convert it to one of the namings of docs/few_step.md")
-            stem = name.removesuffix(suffix).replace(".processor.", ".")
-            while prefix := next((p for p in _PREFIXES if stem.startswith(p)), None):
-                stem = stem.removeprefix(prefix)
-            if stem not in spellings:
-                network = f"the {self.expert} network of this checkpoint"
-                raise self.make_error(f"changes {stem or name}, which {network} does not have")
-            layer = spellings[stem]
-            first_info = layers.setdefault(layer, {}).setdefault(_SUFFIX_ROLES[suffix], info)
-            if first_info is not info:
-                raise self.make_error(
-                    f"changes {layer} twice ({first_info.name} and {name})", "remove one"
-                )
-        if not layers:
-            raise self.make_error(
-                f"holds nothing for the {self.expert} network", "give another one"
-            )
-        return layers
-
-    def iter_deltas(
-        self, layer: str, tensors: Mapping[str, TensorInfo], alpha: Any, use_rslora: bool
-    ) -> Iterator[tuple[str, WeightDelta]]:
-        """Yields (parameter name, weight delta) for a layer.
-
-        Args:
-            layer: Official name.
-            tensors: The layer's tensors by role (`_SUFFIX_ROLES`).
-            alpha: The pair is scaled by alpha / rank; None: by 1.
-            use_rslora: Scale by alpha / sqrt(rank) instead.
-        """
-        for role, info in tensors.items():
-            if info.dtype not in FLOATS and role != "alpha":
-                remedy = f"give it in one of {', '.join(FLOATS)}"
-                raise self.make_error(f"holds {info.name}, which is stored as {info.dtype}", remedy)
-        up, down, scale = tensors.get("up"), tensors.get("down"), 1.0
-        if up is not None and down is not None:
-            self.check_pair(up, down, f"{layer}.weight")
-            rank = down.shape[0]
-            alpha = rank if alpha is None else alpha
-            is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-            if not is_number or not abs(alpha) <= _MAX_ABS:
-                why = f"has alpha {format_value(alpha)} for {layer}"
-                raise self.make_error(why, "it is damaged")
-            scale = alpha / (math.sqrt(rank) if use_rslora else rank)
-            yield f"{layer}.weight", WeightDelta(scale * self.strength, up=up, down=down)
-        elif unpaired := up or down:
-            raise self.make_error(f"has {unpaired.name}, but not the other factor", "it is damaged")
-        elif "bias" in tensors or tensors.keys() == {"alpha"}:
-            orphan = tensors.get("bias") or tensors["alpha"]
-            raise self.make_error(f"has {orphan.name}, but no LoRA for this layer", "it is damaged")
-        parameters_by_role = {
-            f"difference of the {parameter}": parameter for parameter in DIFFERENCES.values()
-        }
-        for role, parameter in {**parameters_by_role, "bias": "bias"}.items():
-            if role in tensors:
-                info, name = tensors[role], f"{layer}.{parameter}"
-                shape = self.parameter_shapes.get(name)
-                if info.shape != shape:
-                    expected = "absent in this network" if shape is None else list(shape)
-                    why = f"holds {info.name} {list(info.shape)}, which does not fit {name}"
-                    why = f"{why} ({expected})"
-                    raise self.make_error(why, "it was made for another model, or is damaged")
-                full_scale = scale if role == "bias" else 1.0
-                yield name, WeightDelta(full_scale * self.strength, full=info)
-
-    def check_pair(self, up: TensorInfo, down: TensorInfo, name: str) -> None:
-        """Refuses a pair that does not fit the parameter.
-
-        `up` is [rows, rank, 1, ...], `down` is [rank, columns...].
-        """
-        shape = self.parameter_shapes.get(name, ())
-        fits = bool(shape) and len(up.shape) >= 2 and len(down.shape) >= 2 and prod(down.shape) > 0
-        fits = fits and up.shape[1] == down.shape[0] and prod(up.shape[2:]) == 1
-        if not fits or (up.shape[0], prod(down.shape[1:])) != (shape[0], prod(shape[1:])):
-            pair = f"{up.name} {list(up.shape)} and {down.name} {list(down.shape)}"
-            why = f"holds {pair}, which do not fit {name} {list(shape)}"
-            raise self.make_error(why, "it was made for another model, or is damaged")
-
-
-def _read_lora_header(path: Path) -> dict[str, TensorInfo]:
-    if path.suffix == ".safetensors":
-        return read_safetensors_header(path)
-    from wan.checkpoint.load import read_headers  # imports torch
-
-    return read_headers(path, str)
-
-
-def _map_layer_spellings(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Maps every spelling of a layer's name, without a prefix, to its official name."""
-    spellings: dict[str, str] = {}
-    for name in parameters:
-        official, _, parameter = name.rpartition(".")
-        diffusers_name = rename_dit_to_diffusers(name)
-        names = [
-            official,
-            diffusers_name.removesuffix(f".{parameter}") if parameter != "modulation" else official,
-        ]
-        if names[1].endswith(".to_out.0"):  # diffusers' attention processors have to_out_lora
-            names.append(names[1].removesuffix(".0"))
-        for spelling in names:
-            spellings[spelling] = spellings[spelling.replace(".", "_")] = official
-    return spellings
 
 
 def collect_deltas(loras: Sequence[Lora]) -> dict[str, list[WeightDelta]]:

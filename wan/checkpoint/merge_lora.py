@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from math import prod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from wan.checkpoint.load import open_sources
-from wan.checkpoint.lora import Lora, WeightDelta, collect_deltas
+from wan.checkpoint.lora import Lora, collect_deltas
+from wan.checkpoint.lora_deltas import (
+    Matrix,
+    StoredMatrix,
+    WeightDelta,
+    is_low_rank,
+    list_factor_shapes,
+    list_kroneckers,
+)
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.checkpoint.tensor_source import TensorSource, TensorSources
 from wan.settings.errors import InputError
 
 _TILE_ROWS = 256  # rows per merge
+
+ReadValues = Callable[[TensorInfo, slice], Tensor]
+"""Reads rows of a LoRA's tensor in float64."""
 
 
 def open_lora_sources(
@@ -25,34 +35,52 @@ def open_lora_sources(
 
     The matrices are scaled in float64 and rounded once to `dtype`.
     """
-    infos = {
-        f"{layer}.{index}.{side}": info
+    read_values = _open_tensors(delta for deltas in deltas_by_layer.values() for delta in deltas)
+
+    def read_factor(layer: str, name: str, rows: slice) -> Tensor:
+        """Returns rows of a buffer of a layer (`list_factor_shapes`)."""
+        deltas = deltas_by_layer[layer]
+        factor = (
+            _join_pairs(read_values, deltas, name)
+            if name in ("lora_up", "lora_down")
+            else _read_kronecker_factor(read_values, list_kroneckers(deltas), name)
+        )
+        values = factor[rows].to(dtype)
+        _check_finite(values, deltas)
+        return values
+
+    return {
+        f"{layer}.{name}": TensorSource(dtype, shape, partial(read_factor, layer, name))
         for layer, deltas in deltas_by_layer.items()
-        for index, delta in enumerate(deltas)
-        for side, info in (("up", delta.up), ("down", delta.down))
-        if info is not None
+        for name, shape in list_factor_shapes(deltas).items()
     }
-    matrix_sources, sources = open_sources(infos), {}
 
-    def read_matrices(layer: str, side: str, rows: slice) -> Tensor:
-        """Returns rows of all "up" matrices joined along dim 1, or all "down" along dim 0."""
-        matrices = []
-        for index, delta in enumerate(deltas_by_layer[layer]):
-            source = matrix_sources[f"{layer}.{index}.{side}"]
-            matrix = source.read_checked(slice(None)).to(torch.float64).flatten(1)
-            matrices.append(matrix * delta.scale if side == "up" else matrix)
-        stacked = torch.cat(matrices, dim=1 if side == "up" else 0)[rows].to(dtype)
-        _check_finite(stacked, deltas_by_layer[layer])
-        return stacked
 
-    for layer, deltas in deltas_by_layer.items():
-        rank = sum(delta.rank for delta in deltas)
-        for side in ("up", "down"):
-            info = infos[f"{layer}.0.{side}"]
-            shape = (info.shape[0], rank) if side == "up" else (rank, prod(info.shape[1:]))
-            read = partial(read_matrices, layer, side)
-            sources[f"{layer}.lora_{side}"] = TensorSource(dtype, shape, read)
-    return sources
+def _join_pairs(read_values: ReadValues, deltas: Sequence[WeightDelta], name: str) -> Tensor:
+    """Returns all "up" matrices joined along dim 1, or all "down" along dim 0."""
+    matrices = []
+    for delta in deltas:
+        if delta.operation == "kronecker":
+            continue
+        infos = [m.up if name == "lora_up" else m.down for m in delta.matrices if is_low_rank(m)]
+        matrix, *factors = [read_values(info, slice(None)).flatten(1) for info in infos]
+        for factor in factors:  # a product by elements is a pair of all products of the factors
+            if name == "lora_up":
+                matrix = torch.einsum("or,os->ors", matrix, factor).flatten(1)
+            else:
+                matrix = torch.einsum("ri,si->rsi", matrix, factor).flatten(0, 1)
+        matrices.append(matrix * delta.scale if name == "lora_up" else matrix)
+    return torch.cat(matrices, dim=1 if name == "lora_up" else 0)
+
+
+def _read_kronecker_factor(
+    read_values: ReadValues, deltas: Sequence[WeightDelta], name: str
+) -> Tensor:
+    """Returns the matrix of a buffer `lora_left_I`, which is scaled, or `lora_right_I`."""
+    side, _, index = name.removeprefix("lora_").partition("_")
+    delta = deltas[int(index)]
+    matrix = _read_matrix(read_values, delta.matrices[side == "right"], slice(None))
+    return matrix * delta.scale if side == "left" else matrix
 
 
 def merge_loras(
@@ -61,22 +89,12 @@ def merge_loras(
     """Returns sources that merge LoRAs into weights on reading; merged weights are float32.
 
     Rows are summed in float64 in tiles that begin at multiples of the tile size, wherever a rank's
-    rows begin. So the sum is rounded once and its bits do not depend on the sharding.
+    rows begin. So the sum is rounded once and its bits do not depend on the sharding. Each delta
+    is that of the unchanged weight, in any order of the files.
     """
     all_deltas = collect_deltas(loras)
     deltas_by_name = {name: all_deltas[name] for name in all_deltas if name not in skipped_names}
-    infos = {
-        f"{info.file}:{info.name}": info
-        for deltas in deltas_by_name.values()
-        for delta in deltas
-        for info in (delta.up, delta.down, delta.full)
-        if info is not None
-    }
-    delta_sources = open_sources(infos)
-
-    def read_values(info: TensorInfo, rows: slice) -> Tensor:
-        return delta_sources[f"{info.file}:{info.name}"].read_checked(rows).to(torch.float64)
-
+    read_values = _open_tensors(delta for deltas in deltas_by_name.values() for delta in deltas)
     merged_sources = {
         name: _make_merged_source(sources[name], deltas, read_values)
         for name, deltas in deltas_by_name.items()
@@ -84,39 +102,127 @@ def merge_loras(
     return {**sources, **merged_sources}
 
 
-def _make_merged_source(
-    base: TensorSource,
-    deltas: Sequence[WeightDelta],
-    read_values: Callable[[TensorInfo, slice], Tensor],
-) -> TensorSource:
-    """Adds deltas to a source; `read_values` reads rows of a LoRA's tensor in float64."""
+def _open_tensors(deltas: Iterable[WeightDelta]) -> ReadValues:
+    """Opens the tensors of deltas; returns a function that reads rows of one in float64."""
+    infos = {f"{info.file}:{info.name}": info for delta in deltas for info in delta.infos}
+    sources = open_sources(infos)
 
-    def merge_tile(start: int) -> Tensor:
-        rows = slice(start, min(start + _TILE_ROWS, base.shape[0]))
-        base_rows = base.read(rows)
-        total = base_rows.to(torch.float64, copy=True).reshape(base_rows.shape[0], -1)
+    def read_values(info: TensorInfo, rows: slice) -> Tensor:
+        return sources[f"{info.file}:{info.name}"].read_checked(rows).to(torch.float64)
+
+    return read_values
+
+
+def _make_merged_source(
+    base: TensorSource, deltas: Sequence[WeightDelta], read_values: ReadValues
+) -> TensorSource:
+    """Adds deltas to a source."""
+
+    def read_base(rows: slice) -> Tensor:
+        values = base.read(rows)
+        return values.to(torch.float64, copy=True).reshape(values.shape[0], -1)
+
+    @cache
+    def compute_column_norms(delta: WeightDelta) -> Tensor:
+        """Returns the norms of the input channels of a changed weight, one per column."""
+        squares: Tensor | float = 0.0
+        for rows in _iter_tiles(0, base.shape[0], base.shape[0]):
+            weight = read_base(rows)
+            _add_delta(weight, weight.clone(), delta, rows, read_values)
+            squares = squares + weight.square().sum(0)
+        assert isinstance(squares, Tensor)
+        channels = squares.view(base.shape[1], -1).sum(1, keepdim=True).sqrt()
+        return channels.expand(-1, len(squares) // base.shape[1]).reshape(-1)
+
+    def merge_tile(rows: slice) -> Tensor:
+        total = read_base(rows)
+        weight = total.clone() if any(delta.needs_base for delta in deltas) else total
         for delta in deltas:
-            if delta.full is not None:
-                full = read_values(delta.full, rows)
-                total.add_(full.reshape(total.shape), alpha=delta.scale)
+            if delta.magnitude is None:
+                _add_delta(total, weight, delta, rows, read_values)
                 continue
-            assert delta.up is not None and delta.down is not None
-            up, down = read_values(delta.up, rows), read_values(delta.down, slice(None))
-            total.addmm_(up.flatten(1), down.flatten(1), alpha=delta.scale)
+            changed = weight.clone()
+            _add_delta(changed, weight, delta, rows, read_values)
+            magnitude = read_values(delta.magnitude, slice(None)).reshape(-1)
+            if delta.is_of_rows:
+                factor = (magnitude[rows] / _nonzero(changed.norm(dim=1))).unsqueeze(1)
+            else:
+                norms = compute_column_norms(delta)
+                factor = magnitude.repeat_interleave(len(norms) // len(magnitude))
+                factor = factor / _nonzero(norms)
+            total.add_(changed * factor - weight, alpha=delta.strength)
         _check_finite(total.float(), deltas)
-        return total.reshape(base_rows.shape)
+        return total.reshape(-1, *base.shape[1:])
 
     def read(rows: slice) -> Tensor:
         start, stop, _ = rows.indices(base.shape[0])
-        first_row = start // _TILE_ROWS * _TILE_ROWS
-        tiles = [merge_tile(tile_start) for tile_start in range(first_row, stop, _TILE_ROWS)]
-        return torch.cat(tiles)[start - first_row : stop - first_row].float()
+        tiles = list(_iter_tiles(start, stop, base.shape[0]))
+        first_row = tiles[0].start if tiles else start
+        return torch.cat([merge_tile(tile) for tile in tiles])[
+            start - first_row : stop - first_row
+        ].float()
 
     return TensorSource(torch.float32, base.shape, read, base.mapped_tensor, base.file)
 
 
+def _iter_tiles(start: int, stop: int, num_rows: int) -> Iterator[slice]:
+    """Yields the tiles that contain these rows."""
+    for first_row in range(start // _TILE_ROWS * _TILE_ROWS, stop, _TILE_ROWS):
+        yield slice(first_row, min(first_row + _TILE_ROWS, num_rows))
+
+
+def _add_delta(
+    total: Tensor, weight: Tensor, delta: WeightDelta, rows: slice, read_values: ReadValues
+) -> None:
+    """Adds rows of a delta, without its magnitude, to `total`; `weight` is the unchanged one."""
+    first = delta.matrices[0]
+    if delta.operation == "kronecker":
+        values = _read_kronecker_rows(read_values, delta, rows)
+    elif delta.operation == "add" and is_low_rank(first) and first.core is None:
+        up, down = read_values(first.up, rows), read_values(first.down, slice(None))
+        total.addmm_(up.flatten(1), down.flatten(1), alpha=delta.scale)
+        return
+    else:
+        values = _read_matrix(read_values, first, rows)
+        if delta.operation == "hadamard":
+            values = values * _read_matrix(read_values, delta.matrices[1], rows)
+        elif delta.operation == "replace":
+            values = values - weight
+    total.add_(values.reshape(total.shape), alpha=delta.scale)
+
+
+def _read_matrix(read_values: ReadValues, matrix: Matrix, rows: slice) -> Tensor:
+    """Returns rows of a matrix."""
+    if not is_low_rank(matrix):
+        assert isinstance(matrix, StoredMatrix)
+        values = read_values(matrix.info, rows)
+        return values.reshape(len(values), -1)
+    if matrix.is_transposed:
+        up = read_values(matrix.up, slice(None)).flatten(1).T[rows]
+    else:
+        up = read_values(matrix.up, rows).flatten(1)
+    down = read_values(matrix.down, slice(None)).flatten(1)
+    if matrix.core is None:
+        return up @ down
+    core = read_values(matrix.core, slice(None))
+    return torch.einsum("pi,ij...,jr->pr...", up, core, down).flatten(1)
+
+
+def _read_kronecker_rows(read_values: ReadValues, delta: WeightDelta, rows: slice) -> Tensor:
+    """Returns rows of a Kronecker product, without computing the others."""
+    w1, w2 = (_read_matrix(read_values, matrix, slice(None)) for matrix in delta.matrices)
+    indices = torch.arange(rows.start, rows.stop)
+    w1_rows, w2_rows = w1[indices // len(w2)], w2[indices % len(w2)]
+    return (w1_rows.unsqueeze(2) * w2_rows.unsqueeze(1)).flatten(1)
+
+
+def _nonzero(norms: Tensor) -> Tensor:
+    """Replaces zeros by ones: a row of zeros stays one."""
+    return torch.where(norms > 0, norms, 1.0)
+
+
 def _check_finite(values: Tensor, deltas: Sequence[WeightDelta]) -> None:
     if not bool(values.isfinite().all()):
-        files = {str(info.file) for delta in deltas if (info := delta.full or delta.up) is not None}
+        files = {str(delta.file) for delta in deltas}
         why, remedy = "makes weights NaN or infinite", "it is damaged, or its strength is too large"
         raise InputError("LoRA", ", ".join(sorted(files)), why, remedy)

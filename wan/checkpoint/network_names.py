@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from wan.checkpoint.lora_names import split_suffix
+from wan.checkpoint.prefixes import WRAPPERS
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 
@@ -46,13 +48,8 @@ _SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
 }
 """Component -> signatures: names of tensors that a network has, all with the same prefix."""
-_LORA_SUFFIXES = (".lora_down.weight", ".lora_A.weight", ".lora_A.default.weight")
 # Prefixes of the networks in ComfyUI's files of a whole model.
 _PART_PREFIXES = ("text_encoders.", "cond_stage_model.", "vae.", "first_stage_model.")
-# Modules that wrap a network or its blocks: torch.compile, FSDP, activation checkpointing.
-_WRAPPERS = re.compile(
-    r"(?:^|(?<=\.))_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\."
-)
 # The decoder of a whole UMT5, in transformers' and llama.cpp's names, and ComfyUI's CLIP scale.
 _is_unused_text_tensor = re.compile(
     r"decoder\.|lm_head\.|dec\.|output\.weight$|(?:.*\.)?logit_scale$"
@@ -138,9 +135,8 @@ def _find_networks(names: Mapping[str, TensorInfo]) -> list[NetworkNames]:
         if component == "vae":
             prefixes = {prefix for prefix in prefixes if _is_video_vae(names, prefix)}
         networks += [NetworkNames(component, prefix) for prefix in sorted(prefixes)]
-    if not networks and any(name.endswith(_LORA_SUFFIXES) for name in names):
-        return [NetworkNames("lora", "")]
-    return networks
+    roles = {suffix.role for name in names if (suffix := split_suffix(name)) is not None}
+    return networks if networks or not roles - {"alpha"} else [NetworkNames("lora", "")]
 
 
 def _find_prefixes(names: Mapping[str, TensorInfo], signature: tuple[str, ...]) -> set[str]:
@@ -162,7 +158,7 @@ def _is_video_vae(tensors: Mapping[str, TensorInfo], prefix: str) -> bool:
 def _remove_wrappers(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     unwrapped: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
-        _add_once(unwrapped, _WRAPPERS.sub("", name), info)
+        _add_once(unwrapped, WRAPPERS.sub("", name), info)
     return unwrapped
 
 

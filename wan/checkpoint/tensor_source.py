@@ -173,15 +173,6 @@ def _check_mapped_files(files: Iterable[MappedFile], *_: object) -> None:
         file.check()
 
 
-def count_mapped_bytes(network: nn.Module, sources: TensorSources, prefix: str = "") -> int:
-    """Returns the bytes of a meta network's tensors, of those with `prefix`, that stay mapped."""
-    return sum(
-        tensor.nbytes
-        for name, tensor in get_named_tensors(network).items()
-        if name.startswith(prefix) and name in sources and sources[name].stays_mapped(tensor)
-    )
-
-
 def owns_memory(tensor: Tensor) -> bool:
     """Returns whether a tensor's memory was allocated by PyTorch and is not a mapped file."""
     return tensor.untyped_storage().resizable()

@@ -1,11 +1,12 @@
 """Weight-only quantized linear layers, FP8 or GGUF: upcast in each call, or multiplied in FP8.
 
-Legend: L tokens, I input channels, O output channels, R the ranks of all LoRAs together.
+Legend: L tokens, I input channels, O output channels, R the ranks of all LoRAs together; of a LoKr
+[A,C] and [B,D] are the matrices, with O = A B and I = C D.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ _SLICE_ELEMENTS = 1 << 24  # weights upcast at a time, through float32
 
 
 class WeightOnlyLinear(nn.Module):
-    """x W^T + bias, and up(down(x)) of LoRAs; takes [..., I] and returns [..., O] of one dtype.
+    """x W^T + bias, and the products of LoRAs; takes [..., I] and returns [..., O] of one dtype.
 
     The weight is upcast to the dtype of x: results equal those of a weight that was upcast when it
     was loaded, bit for bit.
@@ -43,7 +44,7 @@ class WeightOnlyLinear(nn.Module):
         *,
         in_features: int,
         scale: Tensor | None = None,
-        lora: tuple[Tensor, Tensor] | None = None,
+        lora: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Makes the layer from stored tensors.
 
@@ -51,26 +52,28 @@ class WeightOnlyLinear(nn.Module):
             weight: O rows in the format of the file.
             to_float: Converts rows of the weight to float32 [rows, I].
             scale: Factor of the weight: float32 [1], or one per row [O,1].
-            lora: up [O,R], multiplied by its strength, and down [R,I].
+            lora: `lora_up` [O,R], multiplied by its strength, and `lora_down` [R,I]; and of the
+                I-th LoKr `lora_left_I` [A,C], multiplied by its strength, and `lora_right_I` [B,D].
         """
         super().__init__()
         self.out_features, self.in_features = len(weight), in_features
         self._to_float = to_float
-        up, down = (None, None) if lora is None else lora
-        for name, tensor in (
-            ("weight", weight),
-            ("weight_scale", scale),
-            ("lora_up", up),
-            ("lora_down", down),
-        ):
+        factors = {"lora_up": None, "lora_down": None, **(lora or {})}
+        self._num_kroneckers = sum(name.startswith("lora_left") for name in factors)
+        for name, tensor in {"weight": weight, "weight_scale": scale, **factors}.items():
             self.register_buffer(name, tensor, persistent=False)
         self.bias = bias_O
 
     def forward(self, x: Tensor) -> Tensor:
         y = self._multiply(x)
-        if self.lora_up is None or self.lora_down is None:
-            return y
-        return y + F.linear(F.linear(x, self.lora_down), self.lora_up)
+        if self.lora_up is not None and self.lora_down is not None:
+            y = y + F.linear(F.linear(x, self.lora_down), self.lora_up)
+        for index in range(self._num_kroneckers):
+            left_AC = self.get_buffer(f"lora_left_{index}")
+            right_BD = self.get_buffer(f"lora_right_{index}")
+            x_LCD = x.unflatten(-1, (left_AC.shape[1], right_BD.shape[1]))
+            y = y + (left_AC @ F.linear(x_LCD, right_BD)).flatten(-2)
+        return y
 
     def _multiply(self, x: Tensor) -> Tensor:
         return F.linear(x, self._upcast(x.dtype), self.bias)

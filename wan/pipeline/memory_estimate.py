@@ -1,9 +1,9 @@
 """Estimates the memory of each stage of a run, and compares it with the free memory; without torch.
 
-`compute_stage_memory` is the only function that adds up the memory in use at the same time. The
-sizes of the networks have two sources: `estimate_network_sizes` applies formulas to the shapes in
-the checkpoint, which takes milliseconds and is never too high; `wan.planner.measure` runs the
-layers on tensors without data and measures them.
+`compute_stage_memory` is the only function that adds up the memory in use at the same time, and
+`wan.pipeline.weight_sizes` the only module that computes weights. Activations have two sources,
+since running layers on tensors without data, as `wan.planner.measure` does, takes torch:
+`estimate_network_sizes` applies formulas, which take milliseconds and are never too high.
 
 Legend: c channels, f channels of the feed-forward, e bytes of an element in the matrix products.
 """
@@ -20,15 +20,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.config import BLOCK_PREFIXES
-from wan.checkpoint.headers import read_folder_headers, read_safetensors_offsets
-from wan.checkpoint.tensor_info import get_tensor_alignment
+from wan.pipeline import weight_sizes
 from wan.pipeline.setup import Setup
+from wan.pipeline.weight_sizes import WeightBytes
 from wan.settings import devices
 from wan.settings.devices import Capabilities
 from wan.settings.errors import InputError
 from wan.settings.execution import count_block_buffers
-from wan.settings.numerics import keeps_fp32
+from wan.settings.parallel import Parallel
 from wan.tasks.base import VideoParams
 from wan.utils import system
 
@@ -37,8 +36,6 @@ Usage = Counter[str]
 
 # Copies of the latents that the solver and both branches hold during a forward, as a test measures.
 LATENT_COPIES = 6
-_TEXT_ENCODER_BYTES, _EMBEDDING_BYTES = 11_361_820_672, 2_100_297_728  # umt5-xxl in bfloat16
-_VAE_BYTES = {"2.1": 507_570_124, "2.2": 2_818_754_672}  # float32
 # Bytes per pixel of the published VAEs in float32 with one, two and three latent frames, and for
 # each further latent frame, as the planner measures them for very large frames. Small frames take
 # up to 7 % more, since convolutions pad them. A test compares this table with the planner.
@@ -53,39 +50,17 @@ _NPU_DRIVER = Path("/dev/davinci_manager")  # present with a driver; free memory
 
 
 @dataclass(frozen=True)
-class WeightBytes:
-    """Bytes of a network's weights on the rank that needs the most memory.
-
-    Attributes:
-        weights: Allocated weights.
-        mapped: Memory-mapped weights, only on a CPU.
-    """
-
-    weights: int
-    mapped: int = 0
-
-
-@dataclass(frozen=True)
 class NetworkSize:
     """Bytes of the text encoder or a DiT on the rank that needs the most memory.
 
     Attributes:
-        weights: Allocated weights of this rank.
-        block_bytes: Weights of a block with its adapter modules, on average.
-        all_blocks_bytes: Weights of all blocks, which `offload_model=block` copies.
         cached: State that is kept between forwards (text K/V, step cache, masks).
         activations: Everything else at the peak of a forward.
-        mapped: Memory-mapped weights, only on a CPU.
-        largest_block_bytes: Weights of the largest block if blocks differ, else 0.
     """
 
-    weights: int
-    block_bytes: int
-    all_blocks_bytes: int
+    weights: WeightBytes
     cached: Usage = field(default_factory=Usage)
     activations: Usage = field(default_factory=Usage)
-    mapped: int = 0
-    largest_block_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,27 +108,23 @@ def compute_stage_memory(
     if sizes.text is not None:
         is_streamed = execution.offload_model == "block"
         weights = (
-            count_block_buffers(device) * sizes.text.block_bytes
+            count_block_buffers(device) * sizes.text.weights.block
             if is_streamed
-            else sizes.text.weights
+            else sizes.text.weights.allocated
         )
         add_stage("text encoder", Usage({"text encoder weights": weights}), sizes.text.activations)
     if keeps_all:  # otherwise CLIP is released before the VAE is loaded
-        retained_usage.update({"CLIP weights": sizes.clip.weights})
-    vae = Usage({"VAE weights": sizes.vae.weights})
+        retained_usage.update({"CLIP weights": sizes.clip.allocated})
+    vae = Usage({"VAE weights": sizes.vae.allocated})
     if sizes.encoding_activations:
         add_stage("image encoder", vae, sizes.encoding_activations)
-    dit, layers = sizes.dit, setup.checkpoint.config["num_layers"]
-    num_blocks = layers - execution.count_blocks_on_device(layers, device)
-    largest_block_surplus = (
-        count_block_buffers(device) * max(dit.largest_block_bytes - dit.block_bytes, 0)
-        if num_blocks
-        else 0
-    )
+    dit_weights, layers = sizes.dit.weights, setup.checkpoint.config["num_layers"]
+    dit_bytes = dit_weights.allocated
+    if num_blocks := layers - execution.count_blocks_on_device(layers, device):
+        surplus = dit_weights.largest_block - dit_weights.block  # of each buffer
+        dit_bytes += count_block_buffers(device) * surplus - num_blocks * dit_weights.block
     num_networks = len(setup.preset.experts) if keeps_all else 1
-    dit_usage = dit.cached + Usage(
-        {"DiT weights": dit.weights - num_blocks * dit.block_bytes + largest_block_surplus}
-    )
+    dit_usage = sizes.dit.cached + Usage({"DiT weights": dit_bytes})
     dit_usage = Usage({name: num_networks * size for name, size in dit_usage.items()})
     previous_clip = Usage(params.task.estimate_host_bytes(params) if device == "cpu" else {})
     overlapped_decoding = (
@@ -161,12 +132,7 @@ def compute_stage_memory(
         if is_decoding_overlapped(setup, params)
         else Usage()
     )
-    denoising = (
-        dit.activations
-        + _estimate_latents(params)
-        + Usage(params.task.estimate_denoise_bytes(params))
-        + previous_clip
-    )
+    denoising = sizes.dit.activations + _estimate_denoising_inputs(params) + previous_clip
     add_stage("denoising", dit_usage, denoising + overlapped_decoding)
     add_stage("decoding", vae - retained_usage, sizes.decoding_activations + previous_clip)
     return usage_by_stage
@@ -185,18 +151,21 @@ def get_mapped_weights_by_stage(sizes: NetworkSizes) -> dict[str, Usage]:
     free, and reads them from the disk again otherwise.
     """
     usage_by_stage = {
-        "text encoder": Usage({"text encoder weights": sizes.text.mapped if sizes.text else 0}),
+        "text encoder": Usage(
+            {"text encoder weights": sizes.text.weights.mapped if sizes.text else 0}
+        ),
         "image encoder": Usage(
             {"VAE weights": sizes.vae.mapped if sizes.encoding_activations else 0}
         ),
-        "denoising": Usage({"DiT weights": sizes.dit.mapped}),
+        "denoising": Usage({"DiT weights": sizes.dit.weights.mapped}),
         "decoding": Usage({"VAE weights": sizes.vae.mapped}),
     }
     return {stage: +usage for stage, usage in usage_by_stage.items() if +usage}
 
 
-def _estimate_latents(params: VideoParams) -> Usage:
-    return Usage(latents=LATENT_COPIES * prod(params.latent_shape) * 4)
+def _estimate_denoising_inputs(params: VideoParams) -> Usage:
+    latents = LATENT_COPIES * prod(params.latent_shape) * 4
+    return Usage({"latents": latents, **params.task.estimate_denoise_bytes(params)})
 
 
 def find_planned_capabilities(setup: Setup) -> Capabilities:
@@ -218,144 +187,82 @@ def estimate_network_sizes(setup: Setup, params: VideoParams) -> NetworkSizes:
     """Estimates the sizes of all networks with formulas.
 
     No estimate is above the planner's measurement, and that of the fullest stage is at least 85 %
-    of it. Weights count with the size of their files, except weights that a CPU can memory-map.
-    The formulas leave out CLIP, and the activations of a VAE that decodes in tiles.
+    of it. The formulas leave out CLIP, and the activations of a VAE that decodes in tiles.
     """
-    execution, decoded_frames = setup.execution, params.task.count_decoded_latents(params)
-    width, height = params.video_size
-    is_on_device = find_planned_capabilities(setup).type == "cpu" or not execution.t5_cpu
+    execution, device = setup.execution, find_planned_capabilities(setup).type
+    is_on_device = device == "cpu" or not execution.t5_cpu
     encoded_frames = params.task.count_encoded_latents(params)
-    vae_itemsize = _ITEMSIZE[execution.vae_precision]
-    ranks = setup.parallel.world_size if execution.vae_parallel else 1
-    can_map_vae = _can_map_weights(setup, setup.checkpoint.vae) and vae_itemsize == 4
-    encoding_bytes = (
-        estimate_vae_activations(setup, "encode", (encoded_frames, height, width)) // ranks
-    )
-    pixel_frames = 1 + (decoded_frames - 1) * params.preset.vae_stride[0]
-    video_bytes = 3 * pixel_frames * width * height * 4  # complete on the first rank
-    decoding_bytes = (
-        estimate_vae_activations(setup, "decode", (decoded_frames, height, width)) - video_bytes
-    )
+    size = encoded_frames, *params.video_size[::-1]
+    encoding_bytes = estimate_vae_activations(setup, "encode", size) // _count_vae_ranks(setup)
     return NetworkSizes(
-        text=_estimate_text_encoder(setup) if is_on_device else None,
+        text=_estimate_text_encoder(setup, device) if is_on_device else None,
         clip=WeightBytes(0),
-        vae=WeightBytes(
-            0 if can_map_vae else int(_count_vae_weight_bytes(setup) * vae_itemsize / 4)
-        ),
+        vae=weight_sizes.sum_vae_weights(setup, device, weight_sizes.read_vae_tensors(setup)),
         encoding_activations=+Usage(activations=encoding_bytes),
-        decoding_activations=Usage(
-            activations=video_bytes + (0 if execution.vae_tiling else decoding_bytes // ranks)
-        ),
-        dit=_estimate_dit(setup, params),
+        decoding_activations=_estimate_decoding(setup, params),
+        dit=_estimate_dit(setup, params, device),
     )
 
 
-def _estimate_text_encoder(setup: Setup) -> NetworkSize:
+def _count_vae_ranks(setup: Setup) -> int:
+    return setup.parallel.world_size if setup.execution.vae_parallel else 1
+
+
+def _estimate_decoding(setup: Setup, params: VideoParams) -> Usage:
+    """Estimates the video, which is complete on the first rank, and the activations."""
+    frames, (width, height) = params.task.count_decoded_latents(params), params.video_size
+    pixel_frames = 1 + (frames - 1) * params.preset.vae_stride[0]
+    video_bytes = 3 * pixel_frames * width * height * 4
+    if setup.execution.vae_tiling:
+        return Usage(activations=video_bytes)
+    other_bytes = estimate_vae_activations(setup, "decode", (frames, height, width)) - video_bytes
+    return Usage(activations=video_bytes + other_bytes // _count_vae_ranks(setup))
+
+
+def _estimate_text_encoder(setup: Setup, device: str) -> NetworkSize:
     """Estimates the text encoder. FSDP gathers a sharded embedding twice."""
-    path, parallel = setup.checkpoint.text_encoder, setup.parallel
-    size = _TEXT_ENCODER_BYTES if path is None else _count_stored_bytes(path)
-    embedding_bytes = _EMBEDDING_BYTES * size // _TEXT_ENCODER_BYTES
-    ranks = parallel.world_size if parallel.t5_fsdp else 1
-    gathered_usage = Usage({"gathered weights": 2 * embedding_bytes if parallel.t5_fsdp else 0})
-    blocks = (size - embedding_bytes) // ranks
-    if ranks == 1 and _can_map_weights(setup, path):
-        size, blocks = 0, 0
-    return NetworkSize(size // ranks, blocks // 24, blocks, activations=gathered_usage)
+    tensors, gathered_bytes = weight_sizes.read_text_encoder_tensors(setup), 0
+    weights = unsharded = weight_sizes.sum_text_encoder_weights(setup, device, tensors, 1)
+    if setup.parallel.t5_fsdp:
+        gathered_bytes = 2 * (unsharded.allocated - unsharded.all_blocks)
+        num_ranks = setup.parallel.world_size
+        weights = weight_sizes.sum_text_encoder_weights(setup, device, tensors, num_ranks)
+    return NetworkSize(weights, activations=Usage({"gathered weights": gathered_bytes}))
 
 
-def _estimate_dit(setup: Setup, params: VideoParams) -> NetworkSize:
-    """Estimates a DiT from its matrices, the text K/V and the residual stream.
+def count_branches(params: VideoParams, parallel: Parallel) -> int:
+    """Returns the number of guidance branches that a rank computes."""
+    return 2 if params.uses_guidance and parallel.cfg_size == 1 else 1
+
+
+def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize:
+    """Estimates a DiT from its weights, the text K/V and the residual stream.
 
     At the peak the residual stream is in memory together with q, k and v or with the activations of
     the feed-forward. FSDP also gathers two blocks and the weights outside the blocks; the latter
     exist twice while they are gathered.
     """
     config, execution, parallel = setup.checkpoint.config, setup.execution, setup.parallel
-    c, f, layers = config["dim"], config["ffn_dim"], config["num_layers"]
-    device = find_planned_capabilities(setup).type
+    c, f, num_control = config["dim"], config["ffn_dim"], setup.checkpoint.num_control_blocks
     e = _ITEMSIZE[execution.get_dit_precision(device)]
-    fp32_param_itemsize = e if execution.convert_model_dtype else 4
-    # Each control block of VACE is copied together with a block.
-    num_control = setup.checkpoint.num_control_blocks
-    kv_channels = 2 * c if config["image_dim"] else 0  # K and V projections of the image's tokens
-    block_bytes_without_control, largest_block_bytes = (8 * c + 2 * f + kv_channels) * c * e, 0
-    block_bytes = (
-        block_bytes_without_control * (layers + num_control) + c * c * e * num_control
-    ) // layers
-    if (
-        num_control
-        and device != "cpu"
-        and setup.quantized_dit is None
-        and not setup.unconverted_dtypes(device)
-    ):
-        largest_block_bytes = 2 * block_bytes_without_control + c * c * e
-    if setup.quantized_dit is not None:
-        block_bytes = (
-            sum(next(iter(setup.quantized_dit.experts.values())).linear_bytes.values()) // layers
-        )
-    elif unconverted_dtypes := setup.unconverted_dtypes(device):
-        tensors = next(iter(setup.checkpoint.experts.values())).tensors
-        sizes = [
-            info.nbytes if info.dtype in unconverted_dtypes else prod(info.shape) * e
-            for name, info in tensors.items()
-            if name.startswith(BLOCK_PREFIXES) and len(info.shape) == 2
-        ]
-        block_bytes = sum(sizes) // layers
-    # Adapter modules, copied together with a block.
-    block_bytes += params.task.count_adapter_matrices(config) * c * c * e // layers
-    outside_block_bytes = (config["text_dim"] + c) * c * e + (
-        config["freq_dim"] + 7 * c
-    ) * c * fp32_param_itemsize
-    if device == "cpu" and not parallel.dit_fsdp:
-        mapped_in_blocks, mapped_outside = _estimate_mapped_dit(setup)
-        mapped_in_blocks += max(0, mapped_outside - outside_block_bytes)  # adapter modules
-        block_bytes = max(0, block_bytes - mapped_in_blocks // layers)
-        outside_block_bytes = max(0, outside_block_bytes - mapped_outside)
-    branches = 2 if params.uses_guidance and parallel.cfg_size == 1 else 1
-    text_bytes = branches * execution.text_kv_cache * config["text_len"] * c * e
+    text_bytes = count_branches(params, parallel) * execution.text_kv_cache
+    text_bytes *= config["text_len"] * c * e
     tokens = -(-params.max_clip_tokens // parallel.sequence_size)
     num_streams = 2 if num_control else 1  # the video stream and the control stream
     activations = tokens * (num_streams * 4 * c + e * max(5 * c, 2 * c + f))
-    gathered_bytes, ranks = 0, 1
+    gathered_bytes = 0
+    weights = unsharded = weight_sizes.sum_dit_weights(setup, device, 1)
     if parallel.dit_fsdp:
-        activations, ranks = max(outside_block_bytes, activations), parallel.world_size
-        gathered_bytes = outside_block_bytes + 2 * block_bytes
+        weights = weight_sizes.sum_dit_weights(setup, device, parallel.world_size)
+        outside_blocks = unsharded.allocated - unsharded.all_blocks
+        activations = max(outside_blocks, activations)
+        gathered_bytes = outside_blocks + 2 * unsharded.plain_block
+    num_layers = config["num_layers"] + num_control
     return NetworkSize(
-        weights=(outside_block_bytes + layers * block_bytes) // ranks,
-        block_bytes=block_bytes // ranks,
-        all_blocks_bytes=layers * block_bytes // ranks,
-        cached=Usage({"text": text_bytes, "text K/V": 2 * (layers + num_control) * text_bytes}),
+        weights,
+        cached=Usage({"text": text_bytes, "text K/V": 2 * num_layers * text_bytes}),
         activations=Usage({"activations": activations, "gathered weights": gathered_bytes}),
-        largest_block_bytes=largest_block_bytes // ranks,
     )
-
-
-def _estimate_mapped_dit(setup: Setup) -> tuple[int, int]:
-    """Estimates the memory-mapped bytes of a DiT on a CPU, in its blocks and outside."""
-    expert, files = next(iter(setup.checkpoint.experts.items()))
-    execution, mapped_bytes = setup.execution, Counter[bool]()
-    compute_dtype = {"bf16": "BF16", "fp32": "F32"}[execution.get_dit_precision("cpu")]
-    dtypes = setup.unconverted_dtypes("cpu")
-    names = {name for lora in setup.loras.get(expert, ()) for name in lora.deltas}
-    tensors = {n: x for n, x in files.tensors.items() if n not in names or x.dtype in dtypes}
-    if setup.quantized_dit is not None:
-        for layer, linear in setup.quantized_dit.experts[expert].linears.items():
-            tensors[f"{layer}.weight"] = linear.tensors["weight"]
-    weight_files = {info.file for info in tensors.values() if info.file.suffix == ".safetensors"}
-    layouts = {file: read_safetensors_offsets(file) for file in weight_files}
-    for name, info in tensors.items():
-        dtype = "F32" if keeps_fp32(name) and not execution.convert_model_dtype else compute_dtype
-        offset = layouts[info.file][info.name][2] if info.file in layouts else info.data_offset
-        itemsize = info.nbytes // max(1, prod(info.shape)) or 1  # GGUF is stored as bytes
-        is_ready = (info.scale is None and info.dtype in (dtype, "I8")) or info.dtype in dtypes
-        if is_ready and (info.dtype in dtypes or offset % get_tensor_alignment(itemsize) == 0):
-            mapped_bytes[name.startswith(BLOCK_PREFIXES)] += info.nbytes
-    return mapped_bytes[True], mapped_bytes[False]
-
-
-def _can_map_weights(setup: Setup, path: Path | None) -> bool:
-    """Returns whether weights may be memory-mapped: those of a file, on a CPU."""
-    return path is not None and find_planned_capabilities(setup).type == "cpu"
 
 
 def estimate_denoising_bytes_without_blocks(setup: Setup, params: VideoParams) -> int:
@@ -363,12 +270,9 @@ def estimate_denoising_bytes_without_blocks(setup: Setup, params: VideoParams) -
 
     They are the other weights, caches, activations and latents.
     """
-    dit = _estimate_dit(setup, params)
-    return (
-        dit.weights
-        - dit.all_blocks_bytes
-        + (dit.cached + dit.activations + _estimate_latents(params)).total()
-    )
+    dit = _estimate_dit(setup, params, find_planned_capabilities(setup).type)
+    usage = dit.cached + dit.activations + _estimate_denoising_inputs(params)
+    return dit.weights.allocated - dit.weights.all_blocks + usage.total()
 
 
 def estimate_vae_activations(setup: Setup, direction: str, size: tuple[int, int, int]) -> int:
@@ -381,26 +285,14 @@ def estimate_vae_activations(setup: Setup, direction: str, size: tuple[int, int,
     version, (frames, height, width) = setup.preset.vae, size
     if frames == 0:
         return 0
+    elements = sum(prod(info.shape) for info in weight_sizes.read_vae_tensors(setup).values())
     # Relative to the published VAE.
-    width_ratio = min(1.0, (_count_vae_weight_bytes(setup) / _VAE_BYTES[version]) ** 0.5)
+    width_ratio = min(1.0, (elements / weight_sizes.VAE_ELEMENTS[version]) ** 0.5)
     *few_frames, per_further_frame = _VAE_BYTES_PER_PIXEL[version, direction]
     bytes_per_pixel = (
         few_frames[min(frames, 3) - 1] * width_ratio * _ITEMSIZE[setup.execution.vae_precision] / 4
     )
     return int((bytes_per_pixel + max(0, frames - 3) * per_further_frame) * height * width)
-
-
-def _count_vae_weight_bytes(setup: Setup) -> int:
-    """Counts the bytes of the VAE's weights in float32."""
-    path = setup.checkpoint.vae
-    return _VAE_BYTES[setup.preset.vae] if path is None else _count_stored_bytes(path)
-
-
-def _count_stored_bytes(path: Path) -> int:
-    """Counts the bytes of the weights in a file or folder; a .pth stores them uncompressed."""
-    if path.is_file():
-        return path.stat().st_size
-    return sum(info.nbytes for info in (read_folder_headers(path) or {}).values())
 
 
 def check_memory(
@@ -471,10 +363,11 @@ def find_fullest_stage(
     setup = replace(setup, execution=replace(setup.execution, **execution))
     tiling = replace(setup.execution, vae_tiling=True, vae_parallel=False, overlap_decoding=False)
     tiled_setup = replace(setup, execution=tiling)
-    usage_by_stage = compute_stage_memory(setup, params, estimate_network_sizes(setup, params))
-    usage_by_stage["decoding"] = compute_stage_memory(
-        tiled_setup, params, estimate_network_sizes(tiled_setup, params)
-    )["decoding"]
+    sizes = estimate_network_sizes(setup, params)
+    tiled_sizes = replace(sizes, decoding_activations=_estimate_decoding(tiled_setup, params))
+    usage_by_stage = compute_stage_memory(setup, params, sizes)
+    tiled_usage_by_stage = compute_stage_memory(tiled_setup, params, tiled_sizes)
+    usage_by_stage["decoding"] = tiled_usage_by_stage["decoding"]
     bytes_by_stage = {
         name: usage.total() for name, usage in usage_by_stage.items() if only_stage in (None, name)
     }

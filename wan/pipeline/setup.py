@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wan.cache.policy import Policy
+from wan.checkpoint.config import BLOCK_PREFIXES
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.lora import Lora
 from wan.checkpoint.tensor_info import FP8, GGUF
@@ -20,8 +21,11 @@ from wan.settings.attention import Attention
 from wan.settings.devices import Capabilities
 from wan.settings.errors import InputError
 from wan.settings.execution import MULTIPLY, Execution
+from wan.settings.flags import TASK_RULES
 from wan.settings.parallel import Parallel
 from wan.settings.presets import Preset
+from wan.settings.rules import Values
+from wan.settings.solvers import SOLVERS
 from wan.settings.step_cache import StepCache
 from wan.tasks.base import VideoParams
 
@@ -128,6 +132,22 @@ class Setup:
         devices.check_device_support(candidates, self.attention, self.execution, head_dim, weights)
         if self.quantized_dit is not None:
             check_export_device(self.quantized_dit, candidates[0].type)
+        self._check_doras(self.unconverted_dtypes(candidates[0].type))
+
+    def _check_doras(self, unconverted_dtypes: set[str]) -> None:
+        """Refuses a DoRA of a weight that stays quantized: it is no sum of weight and change."""
+        for expert, loras in self.loras.items():
+            tensors = self.checkpoint.experts[expert].tensors
+            for lora in loras:
+                for name, deltas in lora.deltas.items():
+                    is_kept = name.startswith(BLOCK_PREFIXES) and (
+                        tensors[name].dtype in unconverted_dtypes
+                    )
+                    if is_kept and any(delta.magnitude is not None for delta in deltas):
+                        setting = "gguf_weights" if tensors[name].dtype in GGUF else "fp8_weights"
+                        stored = setting.removesuffix("_weights").upper()
+                        why = f"is a DoRA, which needs {name} in float, but it is kept in {stored}"
+                        raise InputError("LoRA", lora.path, why, f"use `{setting}=upcast`")
 
     def check_plan(self) -> None:
         """Refuses settings that no device matching `device` and `chip` can run."""
@@ -139,12 +159,20 @@ class Setup:
                 continue
         self.check_device(*candidates)
 
-    def check_params(self, params: VideoParams) -> tuple[str, ...]:
-        """Refuses settings that contradict a video's steps or size, and returns notices."""
+    def check_params(self, params: VideoParams, settings: Values | None = None) -> tuple[str, ...]:
+        """Refuses settings of a video that contradict each other or the pipeline's.
+
+        Args:
+            settings: Further settings of the user, such as input files.
+
+        Returns:
+            Notices.
+        """
         steps, tokens = params.sample_steps, params.max_clip_tokens
-        scales = params.conditioning_scale or ()
-        control = {"conditioning_scale": params.conditioning_scale, "num_scales": len(scales)}
-        rules.check_rules(rules.PIPELINE_AND_VIDEO_RULES, self._rule_values() | control)
+        values = {**(settings or {}), **self._rule_values(), **vars(params)}
+        values["solver"] = SOLVERS[params.sample_solver]
+        values["num_scales"] = len(params.conditioning_scale or ())
+        rules.check_rules((*TASK_RULES, *rules.VIDEO_RULES), values)
         attention.check_attention_request(self.attention, self.parallel, steps, tokens)
         notices = () if self.policy is None else self.policy.check_params(params)
         heads = self.checkpoint.num_heads

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
 
-from wan.checkpoint.config import BLOCK_PREFIXES
 from wan.checkpoint.dequantise import TO_FLOAT
 from wan.checkpoint.load import (
     DTYPES,
@@ -17,9 +17,9 @@ from wan.checkpoint.load import (
     open_int8_sources,
     open_weight_only_sources,
 )
-from wan.checkpoint.lora import WeightDelta, collect_deltas
+from wan.checkpoint.lora_deltas import WeightDelta, list_factor_shapes
 from wan.checkpoint.merge_lora import merge_loras, open_lora_sources
-from wan.checkpoint.tensor_info import E4M3, FP8, GGUF, TensorInfo, view_as_bytes
+from wan.checkpoint.tensor_info import E4M3, FP8, TensorInfo, view_as_bytes
 from wan.checkpoint.tensor_source import TensorSources
 from wan.checkpoint.w8a8_export import Export
 from wan.device import Device
@@ -27,6 +27,7 @@ from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear as npu_linear
 from wan.kernels.weight_only_linear import FP8Linear, WeightOnlyLinear
 from wan.pipeline.setup import Setup
+from wan.pipeline.weight_sizes import find_unconverted_layers
 
 
 def make_weight_transform(
@@ -57,37 +58,20 @@ def make_weight_transform(
 def install_weight_only_linears(
     setup: Setup, name: str, device_type: str, network: nn.Module, compute_dtype: torch.dtype
 ) -> dict[str, tuple[TensorInfo, list[WeightDelta]]]:
-    """Replaces linear layers of the blocks by `KeptLinear`, which holds the stored weight.
-
-    A layer is not replaced if a LoRA file contains a full weight for it: this is merged instead.
+    """Replaces linear layers of the blocks by layers that hold the stored weights.
 
     Returns:
         Layer -> its weight in the file, and its LoRA changes.
     """
-    kept_dtypes = setup.unconverted_dtypes(device_type)
-    tensors = setup.checkpoint.experts[name].tensors
-    lora_changes = collect_deltas(setup.loras.get(name, ()))
-    stored_layers: dict[str, tuple[TensorInfo, list[WeightDelta]]] = {}
-    for layer, module in list(network.named_modules()) if kept_dtypes else ():
-        info = tensors.get(f"{layer}.weight")
-        if not (isinstance(module, nn.Linear) and layer.startswith(BLOCK_PREFIXES)):
-            continue
-        if (
-            info is None
-            or info.dtype not in kept_dtypes
-            or info.shape[-1] % GGUF.get(info.dtype, (1, 1))[0]
-        ):
-            continue
-        changes = lora_changes.get(f"{layer}.weight", [])
-        if any(change.full is not None for change in changes):
-            continue
+    layers = find_unconverted_layers(setup, name, device_type)
+    for layer, (info, changes) in layers.items():
         in_fp8 = setup.multiplies_fp8 and info.dtype == E4M3 and not info.full_precision
         linear_class = FP8Linear if in_fp8 else WeightOnlyLinear
+        module: Any = network.get_submodule(layer)
         network.set_submodule(
             layer, _make_empty_linear(linear_class, info, module, changes, compute_dtype)
         )
-        stored_layers[layer] = info, changes
-    return stored_layers
+    return layers
 
 
 def _make_empty_linear(
@@ -98,15 +82,14 @@ def _make_empty_linear(
     compute_dtype: torch.dtype,
 ) -> WeightOnlyLinear:
     """Makes a layer on the meta device."""
-    weight, scale, lora = view_as_bytes(info), None, None
+    weight, scale = view_as_bytes(info), None
     if info.dtype in FP8:
         rows = 1 if info.scale is None else prod(info.scale.shape)
         scale = torch.empty(1 if rows == 1 else (rows, 1), device="meta")
-    if changes:
-        rank = sum(change.rank for change in changes)
-        sizes = (module.out_features, rank), (rank, module.in_features)
-        up, down = (torch.empty(size, dtype=compute_dtype, device="meta") for size in sizes)
-        lora = up, down
+    lora = {
+        name: torch.empty(shape, dtype=compute_dtype, device="meta")
+        for name, shape in list_factor_shapes(changes).items()
+    }
     return linear_class(
         torch.empty(weight.shape, dtype=DTYPES[weight.dtype], device="meta"),
         TO_FLOAT[info.dtype],
@@ -140,22 +123,29 @@ def make_quantized_transform(
         )
         return sources
 
-    def install_w8a8_linears(network: nn.Module, sources: TensorSources) -> TensorSources:
-        for name, layer in export.linears.items():
-            meta_tensors = {
-                key: torch.empty(info.shape, device="meta") for key, info in layer.tensors.items()
-            }
-            linear = W8A8Linear(
-                meta_tensors["weight"].to(torch.int8),
-                meta_tensors["weight_scale"],
-                meta_tensors.get("bias"),
-                meta_tensors.get("mul_scale"),
-                dtype=compute_dtype,
-                device_type=device.type,
-            )
-            network.set_submodule(name, linear)
+    def install_int8_linears(network: nn.Module, sources: TensorSources) -> TensorSources:
+        install_w8a8_linears(network, export, device.type, compute_dtype)
         return {**sources, **open_int8_sources(export, compute_dtype)}
 
     if not export.linears:
         return keep_sources
-    return install_npu_linears if device.type == "npu" else install_w8a8_linears
+    return install_npu_linears if device.type == "npu" else install_int8_linears
+
+
+def install_w8a8_linears(
+    network: nn.Module, export: Export, device_type: str, compute_dtype: torch.dtype
+) -> None:
+    """Replaces the quantized linear layers by `W8A8Linear` on the meta device."""
+    for name, layer in export.linears.items():
+        meta_tensors = {
+            key: torch.empty(info.shape, device="meta") for key, info in layer.tensors.items()
+        }
+        linear = W8A8Linear(
+            meta_tensors["weight"].to(torch.int8),
+            meta_tensors["weight_scale"],
+            meta_tensors.get("bias"),
+            meta_tensors.get("mul_scale"),
+            dtype=compute_dtype,
+            device_type=device_type,
+        )
+        network.set_submodule(name, linear)

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from wan.cache.policy import BRANCHES
-from wan.checkpoint.load import UNSHARDED, DtypeRule, Sharding, make_dit_dtype_rule, open_sources
-from wan.checkpoint.tensor_info import TensorInfo
-from wan.checkpoint.tensor_source import TensorSources, count_mapped_bytes
+from wan.checkpoint.load import DTYPES, UNSHARDED, DtypeRule, Sharding, make_dit_dtype_rule
+from wan.checkpoint.tensor_info import FLOATS, TensorInfo
 from wan.device import Device, select_device
 from wan.distributed import mesh
 from wan.kernels.forward_context import StepInfo
@@ -32,9 +31,10 @@ from wan.modules import clip, t5
 from wan.modules.model import WanModel
 from wan.modules.vae import tiles
 from wan.modules.vae import video_vae as vae
-from wan.pipeline import build, memory_estimate, weight_transforms
-from wan.pipeline.memory_estimate import NetworkSize, NetworkSizes, Usage, WeightBytes
+from wan.pipeline import build, memory_estimate, weight_sizes, weight_transforms
+from wan.pipeline.memory_estimate import NetworkSize, NetworkSizes, Usage
 from wan.pipeline.setup import Setup
+from wan.pipeline.weight_sizes import PRECISION_DTYPES, WeightBytes
 from wan.planner import operators
 from wan.settings.attention_modes import TokenPlan
 from wan.settings.parallel import Parallel
@@ -43,7 +43,6 @@ from wan.utils import log
 from wan.utils.torch_private import (
     DatalessFunctionMode,
     StorageTracker,
-    count_weight_bytes,
     init_fake_process_group,
     materialize_without_data,
 )
@@ -111,11 +110,11 @@ class Planner:
         setup, execution = self.setup, self.setup.execution
         if self.device.type == "cpu" or isinstance(execution.offload_model, bool):
             return 0
-        dit = self.measure_forwards(setup.parallel)[0].size
-        encoder = None if execution.t5_cpu else self._get_text_encoder_size(1)
+        dit = self.measure_forwards(setup.parallel)[0].size.weights
+        encoder = None if execution.t5_cpu else self._get_text_encoder_size(1).weights
         if execution.offload_model == "block":  # networks are streamed one after the other
-            return max(dit.all_blocks_bytes, encoder.all_blocks_bytes if encoder else 0)
-        return len(setup.preset.experts) * dit.weights + (encoder.weights if encoder else 0)
+            return max(dit.all_blocks, encoder.all_blocks if encoder else 0)
+        return len(setup.preset.experts) * dit.allocated + (encoder.allocated if encoder else 0)
 
     def count_streamed_blocks(self) -> tuple[int, int, int]:
         """Computes the copies of `offload_model=block` in a step.
@@ -132,15 +131,13 @@ class Planner:
         )
         num_forwards = len(self.list_branches(setup.parallel))
         block_bytes = (
-            self.measure_forwards(setup.parallel)[0].size.block_bytes if num_streamed else 0
+            self.measure_forwards(setup.parallel)[0].size.weights.block if num_streamed else 0
         )
         return num_streamed, num_forwards, num_streamed * num_forwards * block_bytes
 
     def list_branches(self, parallel: Parallel) -> tuple[str, ...]:
         """Returns the guidance branches that a rank computes."""
-        return ("cond", "uncond")[
-            : 2 if self.params.uses_guidance and parallel.cfg_size == 1 else 1
-        ]
+        return ("cond", "uncond")[: memory_estimate.count_branches(self.params, parallel)]
 
     def make_token_plan(self, parallel: Parallel) -> TokenPlan:
         """Plans how the ranks shard the tokens."""
@@ -185,16 +182,9 @@ class Planner:
             return WeightBytes(0)
         if path is None:
             return WeightBytes(clip.NUM_ELEMENTS * dtype.itemsize)
-        with META:
-            network = clip.make_clip_spec(path).make().to(dtype)
-        return self._split_mapped(network, clip.make_clip_spec(path).tensors)
-
-    def _split_mapped(self, network: nn.Module, tensors: Mapping[str, TensorInfo]) -> WeightBytes:
-        """Splits the weights of a meta network with final dtypes into allocated and mapped ones."""
-        mapped_total = count_mapped_bytes(
-            network, open_sources(tensors) if self.device.type == "cpu" else {}
-        )
-        return WeightBytes(count_weight_bytes(network) - mapped_total, mapped_total)
+        dtype_name = PRECISION_DTYPES[self.setup.execution.get_precision(self.device.type)]
+        tensors = clip.make_clip_spec(path).tensors
+        return weight_sizes.sum_weights(tensors, lambda _: dtype_name, self.device.type == "cpu")
 
     def _measure_text_encoder(self, num_ranks: int) -> NetworkSize:
         """Measures the text encoder.
@@ -206,28 +196,25 @@ class Planner:
         path, length = checkpoint.text_encoder, checkpoint.config["text_len"]
         parallel = Parallel(num_ranks, 1, 1, num_ranks, t5_fsdp=num_ranks > 1)
         with self._simulate_rank(0, parallel) as groups:
+            network: Any
             with META:
-                network: Any
                 if path is None:
+                    tensors = weight_sizes.read_text_encoder_tensors(self.setup)
                     network = t5.build_published_text_encoder()
                 else:
-                    network = t5.read_text_encoder_spec(path).make()
+                    spec = t5.read_text_encoder_spec(path)
+                    network, tensors = spec.make(), spec.tensors
             _, sharding = build.make_weight_shardings(parallel, groups)
             blocks, dtypes = network.encoder.block, t5.choose_text_encoder_dtypes(self.dtype)
-            sources: TensorSources = {}
-            if path is not None and self.device.type == "cpu" and num_ranks == 1:
-                sources = open_sources(t5.read_text_encoder_spec(path).tensors)
-            with _prepare_meta_network(network, blocks, dtypes, sharding, sources) as (
-                tracker,
-                size,
-            ):
+            with _prepare_meta_network(network, blocks, dtypes, sharding, tensors) as tracker:
                 t5.TextEncoder(network, None, dtype=self.dtype, text_len=length)
                 ids = torch.ones(1, length, dtype=torch.int64, device=tracker.device)
                 with tracker:
                     network(ids, torch.ones_like(ids))
-                embedding_bytes = count_weight_bytes(network.get_submodule(t5.EMBEDDING_NAME))
-        block_bytes = max(0, size.weights - embedding_bytes)
-        return replace(size, all_blocks_bytes=block_bytes, activations=tracker.peak_bytes)
+        weights = weight_sizes.sum_text_encoder_weights(
+            self.setup, self.device.type, tensors, num_ranks
+        )
+        return NetworkSize(weights, activations=tracker.peak_bytes)
 
     def _measure_vae(self, tiling: bool, num_ranks: int) -> tuple[WeightBytes, Usage, Usage]:
         """Measures the weights and the activations of the VAE.
@@ -243,9 +230,11 @@ class Planner:
         params, preset, path = self.params, self.setup.preset, self.setup.checkpoint.vae
         with META:
             if path is None:
+                tensors = weight_sizes.read_vae_tensors(self.setup)
                 network = vae.build_published_vae(preset.vae)
             else:
-                network = vae.read_vae_spec(path).make()
+                spec = vae.read_vae_spec(path)
+                network, tensors = spec.make(), spec.tensors
         network.to(build.DTYPES[self.setup.execution.vae_precision]).eval().requires_grad_(False)
         video_vae = vae.VideoVAE(network)
         (channels, _, *latent_size), pixel_size = params.latent_shape, params.video_size[::-1]
@@ -294,8 +283,8 @@ class Planner:
         decoding = measure_peak(decode, num_latent_frames) + Usage(
             {"tiles": tile_bytes, "other ranks' rows": received_bytes}
         )
-        tensors = {} if path is None else vae.read_vae_spec(path).tensors
-        return self._split_mapped(network, tensors), encoding, decoding
+        weights = weight_sizes.sum_vae_weights(self.setup, self.device.type, tensors)
+        return weights, encoding, decoding
 
     def _measure_dit(self, parallel: Parallel, rank: int) -> ForwardMeasurement:
         """Measures a DiT with two or three blocks, and scales cached state to all blocks."""
@@ -307,19 +296,12 @@ class Planner:
             step_cache = build.build_step_cache(setup, groups)
             components = build.build_components(setup, selected, groups, step_cache)
             step_cache.start_run(dict.fromkeys(BRANCHES, step_cache.memory_plan_steps))
-            network, sources = self._build_first_expert(setup, components)
+            network = self._build_first_expert(setup, components)
             sharding, _ = build.make_weight_shardings(parallel, groups)
             dtypes = make_dit_dtype_rule(compute, setup.execution.convert_model_dtype)
-            num_ranks = parallel.world_size if parallel.dit_fsdp else 1
             with _prepare_meta_network(
-                network,
-                network.blocks,
-                dtypes,
-                sharding,
-                sources,
-                network.adapter_modules,
-                num_ranks,
-            ) as (tracker, size):
+                network, network.blocks, dtypes, sharding, {}, network.adapter_modules
+            ) as tracker:
                 collectives = self._run_forwards(network, tracker, self.list_branches(parallel))
                 activations = tracker.peak_bytes - tracker.live_bytes
                 cached_usage = +tracker.live_bytes
@@ -334,31 +316,28 @@ class Planner:
         cached_usage[cache_label] = (
             cached_usage.pop("self-attention", 0) * num_layers // num_measured
         )
-        size = replace(size, cached=+cached_usage, activations=activations)
+        num_ranks = parallel.world_size if parallel.dit_fsdp else 1
+        weights = weight_sizes.sum_dit_weights(setup, self.device.type, num_ranks)
+        size = NetworkSize(weights, +cached_usage, activations)
         return ForwardMeasurement(size, collectives, build.describe_attention(setup, selected))
 
-    def _build_first_expert(self, setup: Setup, components: Any) -> tuple[WanModel, TensorSources]:
-        """Builds the first expert's DiT with its quantized layers on the meta device.
-
-        Returns:
-            The network, and the sources of its weights on a CPU (empty for other devices).
-        """
+    def _build_first_expert(self, setup: Setup, components: Any) -> WanModel:
+        """Builds the first expert's DiT with its quantized layers on the meta device."""
         expert, files = next(iter(setup.checkpoint.experts.items()))
-        compute = build.DTYPES[self.precision]
-        sources: TensorSources = {}
+        compute, device_type = build.DTYPES[self.precision], self.device.type
         with META:
             network = build_dit(files.config, components)
-            if setup.quantized_dit is not None and self.device.type == "npu":
-                operators.insert_quantized_linears(
-                    network, setup.quantized_dit.experts[expert].linear_bytes
+            if setup.quantized_dit is None:
+                weight_transforms.install_weight_only_linears(
+                    setup, expert, device_type, network, compute
                 )
-            elif files.tensors:
-                transform = weight_transforms.make_weight_transform(
-                    setup, expert, self.device, compute
-                )
-                sources = transform(network, open_sources(files.tensors))
-        uses_mapped = self.device.type == "cpu" and not setup.parallel.dit_fsdp
-        return network, sources if uses_mapped else {}
+                return network
+            export = setup.quantized_dit.experts[expert]
+            if device_type == "npu":
+                operators.insert_quantized_linears(network, export.linear_bytes)
+            else:
+                weight_transforms.install_w8a8_linears(network, export, device_type, compute)
+        return network
 
     def _run_forwards(
         self, network: WanModel, tracker: StorageTracker, branches: tuple[str, ...]
@@ -435,56 +414,30 @@ def _prepare_meta_network(
     blocks: nn.ModuleList,
     dtype_of: DtypeRule,
     sharding: Sharding,
-    sources: TensorSources,
+    tensors: Mapping[str, TensorInfo],
     adapter_modules: Callable[[int], Sequence[nn.Module]] = lambda layer: (),
-    num_ranks: int = 1,
-) -> Iterator[tuple[StorageTracker, NetworkSize]]:
+) -> Iterator[StorageTracker]:
     """Prepares a network to run on meta or fake tensors, with two or three of its blocks.
 
-    FSDP needs three blocks: the first, the last and one in the middle. Memory-mapped weights are
-    counted separately; the allocated weights of a block are an average over the blocks.
+    FSDP needs three blocks: the first, the last and one in the middle.
 
     Args:
+        tensors: The stored tensors, if `dtype_of` depends on their dtypes.
         adapter_modules: layer -> the modules that are copied together with a block.
-        num_ranks: Number of ranks that shard the weights.
 
     Yields:
-        The tracker of live tensor storages, and the sizes of this rank's weights.
+        The tracker of live tensor storages.
     """
     for name, parameter in network.named_parameters():
-        stored = sources[name].dtype if name in sources else torch.bfloat16
-        parameter.data = parameter.data.to(dtype_of(name, stored))
-    prefix = next(name for name, module in network.named_modules() if module is blocks)
-    mapped_total, count = count_mapped_bytes(network, sources), len(blocks)
-    mapped_block_bytes = count_mapped_bytes(network, sources, f"{prefix}.")
-    is_unsharded = sharding is UNSHARDED
+        dtype = tensors[name].dtype if name in tensors else "BF16"
+        stored_dtype = DTYPES[dtype] if dtype in FLOATS else torch.float32
+        parameter.data = parameter.data.to(dtype_of(name, stored_dtype))
+    is_unsharded, count = sharding is UNSHARDED, len(blocks)
     num_kept = 2 if is_unsharded else 3
-    adapters = [[*adapter_modules(layer)] for layer in range(count)]
     names = {module: name for name, module in network.named_modules()}
-    for module in chain.from_iterable(adapters):
-        mapped_block_bytes += count_mapped_bytes(network, sources, f"{names[module]}.")
-    adapter_bytes = [sum(map(count_weight_bytes, modules)) // num_ranks for modules in adapters]
-    removed_blocks = blocks[num_kept:]
-    del blocks[num_kept:]
-    for module in chain.from_iterable(adapters[num_kept:]):
+    for module in chain.from_iterable(map(adapter_modules, range(num_kept, count))):
         network.set_submodule(names[module], nn.Identity())
+    del blocks[num_kept:]
     sharding.shard(network.eval().requires_grad_(False))
     with materialize_without_data(network, sharded=not is_unsharded) as tracker:
-        block_bytes = count_weight_bytes(blocks[-1])
-        removed_bytes = (
-            count_weight_bytes(removed_blocks)
-            if is_unsharded
-            else len(removed_blocks) * block_bytes
-        )
-        block_bytes += (sum(adapter_bytes) - mapped_block_bytes) // count
-        weights = (
-            count_weight_bytes(network)
-            + removed_bytes
-            + sum(adapter_bytes[num_kept:])
-            - mapped_total
-        )
-        largest = 0
-        if any(adapter_bytes) and not mapped_total:
-            largest = block_bytes + max(adapter_bytes) - sum(adapter_bytes) // count
-        sizes = (weights, block_bytes, count * block_bytes)
-        yield tracker, NetworkSize(*sizes, mapped=mapped_total, largest_block_bytes=largest)
+        yield tracker

@@ -105,7 +105,7 @@ def _make_empty_like(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _fake_flex_attention(q_BNSD: Tensor, *_: Tensor, block_mask: BlockMask) -> Tensor:
+def _fake_flex_attention(q_BNSD: Tensor, *_: Tensor, block_mask: BlockMask, scale: float) -> Tensor:
     """Allocates the outputs of the compiled FlexAttention, which has no score matrix."""
     lse_BNS = q_BNSD.new_empty(q_BNSD.shape[:3], dtype=torch.float32)
     del lse_BNS

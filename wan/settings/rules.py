@@ -298,6 +298,13 @@ PIPELINE_AND_VIDEO_RULES = (
 _BOUNDARY_STEP = "`boundary_step={boundary_step}`"
 SAMPLING_RULES = (
     Rule(
+        ("sample_guide_scale",),
+        "has two numbers, but {task} has one network",
+        "give one number",
+        lambda s: s.boundary is None and s.sample_guide_scale[0] != s.sample_guide_scale[1],
+        "`sample_guide_scale={sample_guide_scale[0]:g},{sample_guide_scale[1]:g}`",
+    ),
+    Rule(
         ("timesteps",),
         "has no effect on `sample_solver={sample_solver}`, which computes them from `sample_shift`",
         "use euler, dmd or rcm, or drop `timesteps`",
@@ -399,13 +406,12 @@ CLIP_RULES = (
     ),
 )
 """Rules for videos that are generated clip by clip."""
+VIDEO_RULES = (*PIPELINE_AND_VIDEO_RULES, *SAMPLING_RULES, *IMAGE_RULES, *CLIP_RULES)
+"""Rules for a video, checked once with all settings known."""
 ALL_RULES = (
     *USER_SETTING_RULES,
     *TOPOLOGY_RULES,
     *PIPELINE_RULES,
     *GROUPING_RULES,
-    *PIPELINE_AND_VIDEO_RULES,
-    *SAMPLING_RULES,
-    *IMAGE_RULES,
-    *CLIP_RULES,
+    *VIDEO_RULES,
 )

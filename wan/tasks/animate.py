@@ -17,7 +17,7 @@ from wan.media import images
 from wan.media.video_reader import FrameReader, VideoFile, read_frames_at, read_video
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import count_noise_samples
-from wan.settings.presets import FACE_BLOCK_INTERVAL, FACE_SIZE, Preset
+from wan.settings.presets import FACE_SIZE, Preset
 from wan.settings.rules import Values
 from wan.settings.video_options import Size
 from wan.tasks.base import (
@@ -130,10 +130,6 @@ class Animate(Task):
 
     def estimate_denoise_bytes(self, params: VideoParams) -> dict[str, int]:
         return {"pictures of the face": 3 * params.frame_num * FACE_SIZE**2 * 4}
-
-    def count_adapter_matrices(self, config: Mapping[str, Any]) -> int:
-        num_face_adapters: int = -(-config["num_layers"] // FACE_BLOCK_INTERVAL)
-        return 4 * num_face_adapters
 
     def make_clips(self, params: VideoParams, inputs: Inputs, encoders: Encoders) -> AnimateClips:
         assert isinstance(inputs, AnimateInputs)

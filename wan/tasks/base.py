@@ -20,13 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from wan.checkpoint.headers import compute_file_digest
-from wan.settings import rules
 from wan.settings.errors import InputError
-from wan.settings.flags import TASK_RULES
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import MAX_POSITIONS, Preset
 from wan.settings.rules import Values
-from wan.settings.solvers import SOLVERS
 from wan.settings.video_options import Size, VideoSettings
 
 if TYPE_CHECKING:
@@ -313,10 +310,6 @@ class Task:
         """Returns bytes on the device of inputs of denoising other than latents and text."""
         return {}
 
-    def count_adapter_matrices(self, config: Mapping[str, Any]) -> int:
-        """Returns the matrices [dim,dim] of the modules between the blocks of a network."""
-        return 0
-
     # Conditions; torch.
 
     def make_denoise_inputs(
@@ -372,13 +365,7 @@ class VideoParams(VideoSettings):
     """
 
     def __post_init__(self) -> None:
-        preset, (low, high) = self.preset, self.sample_guide_scale
-        if self.boundary is None and low != high:
-            why = f"has two numbers, but {preset.task} has one network"
-            raise InputError("`sample_guide_scale`", f"{low:g},{high:g}", why, "give one number")
         self._check_size()
-        values = {"task": preset.task, "solver": SOLVERS[self.sample_solver], **vars(self)}
-        rules.check_rules((*rules.SAMPLING_RULES, *rules.IMAGE_RULES, *rules.CLIP_RULES), values)
 
     @property
     def task(self) -> Task:
@@ -475,7 +462,6 @@ def make_video_params(
             the preset's; settings of other subjects are ignored.
         image_size: `Inputs.source_size`.
     """
-    rules.check_rules(TASK_RULES, {**values, "task": preset.task})
     names = {entry.name for entry in fields(VideoParams)}
     chosen: dict[str, Any] = {
         name: getattr(preset, name) for name in names if hasattr(preset, name)

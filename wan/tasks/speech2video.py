@@ -178,9 +178,6 @@ class SpeechToVideo(Task):
         width, height = params.video_size
         return {"frames of the clip before": 3 * MOTION_FRAMES * height * width * 4}
 
-    def count_adapter_matrices(self, config: Mapping[str, Any]) -> int:
-        return 6 * len(config["audio_inject_layers"])
-
     def make_clips(self, params: VideoParams, inputs: Inputs, encoders: Encoders) -> SpeechClips:
         assert isinstance(inputs, SpeechInputs)
         return SpeechClips(params, inputs, encoders)

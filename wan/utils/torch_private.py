@@ -192,11 +192,6 @@ def materialize_without_data(network: nn.Module, sharded: bool) -> Iterator[Stor
         yield tracker
 
 
-def count_weight_bytes(network: nn.Module) -> int:
-    """Returns the bytes of this rank's parameters and buffers."""
-    return sum(x.nbytes for x in _list_local_tensors(network))
-
-
 def _list_local_tensors(network: nn.Module) -> list[Tensor]:
     """Returns this rank's parameters and buffers; `DTensor.to_local` would need a slow import."""
     tensors = [*network.parameters(), *network.buffers()]

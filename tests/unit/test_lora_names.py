@@ -1,0 +1,237 @@
+"""The names of LoRA files as programs publish them: prefixes, adapters, parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.refusals import check_refusals, get_refusal
+from tests.unit.test_lora import (
+    LAYERS,
+    Q,
+    pair,
+    pair_of,
+    read_merged_weights,
+    rename_to_diffusers,
+)
+from wan.checkpoint import lora
+from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.lora_names import OTHER_NETWORKS, REFUSED_KINDS
+from wan.checkpoint.prefixes import find_shared_prefix, strip_prefixes
+
+
+@pytest.fixture(scope="module")
+def weights(tiny: Any) -> dict[str, Tensor]:
+    """The weights of the tiny dense checkpoint."""
+    return load_file(tiny("t2v-1.3B") / "diffusion_pytorch_model.safetensors")
+
+
+DOTTED = ("_orig_mod.", "module.", "model.", "pipe.dit.", "dit.", "diffusion_model.")
+DOTTED += ("transformer.", "base_model.model.", "base_model.model.model._orig_mod.")
+DOTTED += ("module._orig_mod.pipe.", "any.thing.", "style.")
+FLAT = ("lora_unet_", "lora_unet__", "lycoris_", "lora_transformer_", "lora_dit_", "mine_")
+
+
+@pytest.mark.parametrize("spell", [str, rename_to_diffusers], ids=["official", "diffusers"])
+def test_every_prefix_gives_the_same_sums(
+    spell: Any, weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+) -> None:
+    """Also prefixes of no known program, if all names have them; layers with dots or without."""
+    path, expected, wrong = tmp_path / "x.safetensors", {}, []
+    pairs = {layer: pair(weights[f"{layer}.weight"].shape, 2, 0, torch.float32) for layer in LAYERS}
+    for layer, (down, up) in pairs.items():
+        expected[f"{layer}.weight"] = (
+            weights[f"{layer}.weight"].double() + up.double() @ down.double()
+        ).float()
+    for prefix in (*DOTTED, *FLAT):
+        tensors = {}
+        for layer, (down, up) in pairs.items():
+            name = spell(layer) if prefix in DOTTED else spell(layer).replace(".", "_")
+            tensors |= {f"{prefix}{name}.lora_down.weight": down.clone()}
+            tensors |= {f"{prefix}{name}.lora_up.weight": up.clone()}
+        save_file(tensors, path)
+        actual = read_merged_weights(path, tiny("t2v-1.3B"))
+        if actual.keys() != expected.keys() or any(
+            not torch.equal(actual[name], expected[name]) for name in actual
+        ):
+            wrong.append(prefix)
+    assert not wrong
+
+
+@pytest.mark.parametrize("adapter", ["default", "default_0", "style-1", "weight"])
+def test_an_adapter_of_any_name(
+    adapter: str, weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+) -> None:
+    down, up = pair(weights[f"{Q}.weight"].shape, 2, 0, torch.float32)
+    path = tmp_path / "x.safetensors"
+    magnitude = torch.ones(len(up))
+    tensors = {f"{Q}.lora_A.{adapter}.weight": down, f"{Q}.lora_B.{adapter}.weight": up}
+    tensors |= {f"{Q}.lora_B.{adapter}.bias": magnitude}
+    save_file(tensors, path)
+    actual = read_merged_weights(path, tiny("t2v-1.3B"))
+    exact = weights[f"{Q}.weight"].double() + up.double() @ down.double()
+    assert torch.equal(actual[f"{Q}.weight"], exact.float())
+    assert torch.equal(actual[f"{Q}.bias"], weights[f"{Q}.bias"].float() + 1)
+    save_file(tensors | {f"{Q}.lora_magnitude_vector.{adapter}": magnitude.clone()}, path)
+    changed = read_merged_weights(path, tiny("t2v-1.3B"))[f"{Q}.weight"]
+    torch.testing.assert_close(changed.norm(dim=1), magnitude)
+
+
+def test_a_difference_of_any_parameter(
+    weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+) -> None:
+    """`.diff` after a parameter's name, official or of diffusers, with dots or underscores."""
+    names = {
+        "blocks.0.modulation": "blocks.0.modulation.diff",
+        "blocks.1.modulation": "diffusion_model.blocks.1.scale_shift_table.diff",
+        "head.modulation": "head.modulation.diff",
+        "head.head.weight": "proj_out.weight.diff",
+        "head.head.bias": "lora_unet_head_head_bias.diff",
+        "blocks.0.norm3.weight": "blocks.0.norm3.weight.diff",
+        "patch_embedding.weight": "lora_unet_patch_embedding.diff",
+    }
+    generator = torch.Generator().manual_seed(0)
+    changes = {name: torch.randn(weights[name].shape, generator=generator) for name in names}
+    path = tmp_path / "x.safetensors"
+    save_file({key: changes[name] for name, key in names.items()}, path)
+    actual = read_merged_weights(path, tiny("t2v-1.3B"), 0.5)
+    assert actual.keys() == names.keys()
+    for name, change in changes.items():
+        assert torch.equal(actual[name], (weights[name].double() + 0.5 * change).float()), name
+
+
+def test_the_low_noise_expert_of_all_namings(tiny: Any, tmp_path: Path) -> None:
+    checkpoint, path = inspect_checkpoint(tiny("t2v-A14B")), tmp_path / "both.safetensors"
+    down, up = pair_of(checkpoint)
+    for high, low in (
+        ("transformer.", "transformer_2."),
+        ("pipe.dit.", "pipe.dit2."),
+        ("base_model.model.transformer.", "base_model.model.transformer_2."),
+        ("lora_transformer_", "lora_transformer_2_"),
+    ):
+        name = Q if high.endswith(".") else Q.replace(".", "_")
+        ends = {".lora_A.weight": down, ".lora_B.weight": up}
+        tensors = {f"{high}{name}{end}": x for end, x in ends.items()}
+        save_file(tensors | {f"{low}{name}{end}": 3 * x for end, x in ends.items()}, path)
+        loras = lora.resolve_loras({"lora": (str(path),)}, checkpoint)
+        infos = {
+            expert: adapter.deltas[f"{Q}.weight"][0].infos[0].name
+            for expert, (adapter,) in loras.items()
+        }
+        assert infos == {
+            "high_noise": f"{high}{name}.lora_B.weight",
+            "low_noise": f"{low}{name}.lora_B.weight",
+        }
+
+
+def test_whole_parameters_of_peft(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
+    """Stored modules and biases replace the network's, in part with a strength below 1."""
+    down, up = pair(weights[f"{Q}.weight"].shape, 2, 0, torch.float32)
+    prefix, path = "base_model.model.", tmp_path / "adapter_model.safetensors"
+    whole = {
+        "head.head.weight": "head.head.weight",
+        "head.modulation": "head.modulation",
+        f"{Q}.bias": f"{Q}.base_layer.bias",
+        "text_embedding.0.weight": "text_embedding.0.modules_to_save.style.weight",
+    }
+    stored = {name: torch.randn(weights[name].shape) for name in whole}
+    tensors = {f"{prefix}{key}": stored[name] for name, key in whole.items()}
+    tensors |= {f"{prefix}{Q}.lora_A.weight": down, f"{prefix}{Q}.lora_B.weight": up}
+    save_file(tensors, path)
+    config = {"modules_to_save": ["head", "text_embedding.0"], "bias": "lora_only"}
+    path.with_name("adapter_config.json").write_text(json.dumps(config))
+    for strength in (1.0, 0.25):
+        actual = read_merged_weights(path, tiny("t2v-1.3B"), strength)
+        for name, value in stored.items():
+            exact = torch.lerp(weights[name].double(), value.double(), strength)
+            torch.testing.assert_close(actual[name].double(), exact, atol=1e-7, rtol=1e-6)
+
+
+REFUSED = {
+    "OFT": "oft_R.weight",
+    "BOFT": "boft_R",
+    "GLoRA": "a1.weight",
+    "IA3": "ia3_l",
+    "VeRA": "vera_lambda_b",
+    "PVeRA": "pvera_lambda_b",
+    "VB-LoRA": "vblora_logits_A",
+    "RandLoRA": "randlora_lambda.default",
+    "GraLoRA": "gralora_A",
+    "DeLoRA": "delora_A",
+    "TinyLoRA": "tinylora_v",
+    "UniLoRA": "unilora_theta_d",
+    "AdaLoRA": "lora_E",
+    "T-LoRA": "q_layer.weight",
+    "KaSA": "lora_diag.default",
+    "FourierFT": "fourierft_spectrum",
+    "WaveFT": "waveft_spectrum",
+    "HRA": "hra_u",
+    "HiRA": "hira_A",
+    "RoAd": "road_theta",
+    "SHiRA": "shira_weight",
+    "C3A": "c3a_kernel",
+    "MiSS, Bone": "bone_block",
+    "OSF": "osf_svd_params.U",
+    "PSOFT": "psoft_R.weight",
+    "LN tuning": "ln_tuning_layers.default.weight",
+    "another adapter of PEFT": "lily_A.weight",
+    "a LoRA of an embedding": "lora_embedding_A",
+    "LoKr with two cores": "lokr_t1",
+    "a change of a weight's shape": "reshape_weight",
+    "whole weights of ComfyUI": "set_weight",
+    "Stand-In": "q_loras.down.weight",
+    "UniAnimate": "",
+}
+
+
+def test_kinds_that_are_refused_by_name(tiny: Any, tmp_path: Path) -> None:
+    """Whatever their prefix; also files that need other layers."""
+    assert REFUSED.keys() == REFUSED_KINDS.keys() | OTHER_NETWORKS.keys()
+    path, sentences = tmp_path / "x.safetensors", {}
+    for kind, end in REFUSED.items():
+        for prefix in ("", "any.", "lora_unet__"):
+            layer = Q if prefix.endswith(".") or not prefix else Q.replace(".", "_")
+            name = f"{prefix}{layer}.{end}" if end else "dwpose_embedding.0.weight"
+            save_file({name: torch.ones(2, 2)}, path)
+            sentence = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
+            assert kind.split(",")[0] in sentence and name in sentence, sentence
+        sentences[kind] = sentence
+    check_refusals("LoRA: kinds", sentences)
+
+
+def test_the_first_three_unknown_names_are_told(tiny: Any, tmp_path: Path) -> None:
+    layers = [f"blocks.{block}.self_attn.{x}" for block in (0, 1) for x in "qkv"]
+    path, tensor, end = tmp_path / "x.safetensors", torch.ones(2, 96), ".lora_A.weight"
+    cases = {
+        "ends": [f"{layer}.lora_C.weight" for layer in layers],
+        "layers": [f"{layer.replace('blocks.', 'blocks.7')}{end}" for layer in layers],
+        "prefixes": [f"{layer}{end}" for layer in layers[:2]]
+        + [f"foreign.{layer}{end}" for layer in layers[2:]],
+        "flat prefixes": [f"vace_{layer.replace('.', '_')}{end}" for layer in layers],
+        "whole weights": [f"{layer}.weight" for layer in layers],
+    }
+    sentences = {}
+    for case, names in cases.items():
+        save_file({name: tensor.clone() for name in names}, path)
+        sentences[case] = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
+        assert "more" in sentences[case] and "another model" not in sentences[case]
+    check_refusals("LoRA: unknown names", sentences)
+
+
+def test_prefixes_of_any_network() -> None:
+    """The function is used for other networks than a DiT too."""
+    known = {"encoder.conv1.weight", "decoder.conv1.weight"}.__contains__
+    assert strip_prefixes("module._orig_mod.encoder.conv1.weight", known)[-1] == (
+        "encoder.conv1.weight"
+    )
+    names = ["vae.model.encoder.conv1.weight", "vae.model.decoder.conv1.weight"]
+    assert find_shared_prefix(names, known, ["model."]) == "vae."
+    assert find_shared_prefix(names, known) == "vae."
+    assert find_shared_prefix(names, known, excluded_words={"vae"}) is None
+    assert find_shared_prefix([*names, "x.decoder.conv1.weight"], known) is None

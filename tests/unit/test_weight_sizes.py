@@ -1,0 +1,77 @@
+"""The weights that are summed from headers are those of the networks."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.pipelines import resolve_plan
+from wan.app.run import Run
+from wan.checkpoint.load import make_dit_dtype_rule
+from wan.checkpoint.tensor_source import get_named_tensors
+from wan.pipeline import memory_estimate, weight_sizes
+from wan.tasks.base import build_dit
+
+SMALL = ("--size", "64*64", "--device", "cuda")
+
+
+def plan_run(task: str, folder: Path, *flags: str) -> Run:
+    return resolve_plan("--task", task, "--ckpt_dir", folder, *SMALL, *flags)
+
+
+def count_bytes(modules: Any) -> int:
+    return sum(x.nbytes for module in modules for x in get_named_tensors(module).values())
+
+
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize("task", ["t2v-A14B", "i2v-14B", "s2v-14B", "animate-14B", "vace-1.3B"])
+def test_weights_of_a_dit(task: str, convert: bool, tiny: Any) -> None:
+    """The loader's rule of dtypes, and the modules that are streamed together with a block."""
+    run = plan_run(task, tiny(task), *(("--convert_model_dtype",) if convert else ()))
+    with torch.device("meta"):
+        network = build_dit(run.setup.checkpoint.config)
+    get_dtype = make_dit_dtype_rule(torch.bfloat16, convert)
+    for name, parameter in network.named_parameters():
+        parameter.data = parameter.data.to(get_dtype(name, torch.bfloat16))
+    layers = range(len(network.blocks))
+    adapters: list[list[nn.Module]] = [[*network.adapter_modules(layer)] for layer in layers]
+    block, adapter_bytes = count_bytes(network.blocks[:1]), [*map(count_bytes, adapters)]
+    assert any(adapter_bytes) == (task in ("s2v-14B", "animate-14B", "vace-1.3B"))
+    weights = weight_sizes.sum_dit_weights(run.setup, "cuda", 1)
+    assert weights.allocated == count_bytes([network])
+    assert weights.all_blocks == len(layers) * block + sum(adapter_bytes)
+    assert (weights.plain_block, weights.adapters) == (block, max(adapter_bytes))
+    sharded = weight_sizes.sum_dit_weights(run.setup, "cuda", 3)
+    local_rows = (parameter.chunk(3)[0] for parameter in network.parameters())
+    assert sharded.allocated == sum(rows.nbytes for rows in local_rows)
+
+
+def test_a_network_without_files_has_the_same_tensors(tiny: Any) -> None:
+    run = plan_run("s2v-14B", tiny("s2v-14B"))
+    expert, files = next(iter(run.setup.checkpoint.experts.items()))
+    without_tensors = {expert: replace(files, tensors={})}
+    checkpoint = replace(run.setup.checkpoint, experts=without_tensors)
+    setup = replace(run.setup, checkpoint=checkpoint)
+    expected = weight_sizes.sum_dit_weights(run.setup, "cuda", 1)
+    assert weight_sizes.sum_dit_weights(setup, "cuda", 1) == expected
+
+
+def test_a_stored_dtype_changes_no_estimate(tiny: Any, tmp_path: Path) -> None:
+    """A text encoder in float32 becomes bfloat16, and a VAE in bfloat16 becomes float32."""
+    estimates = []
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        folder = tmp_path / name
+        shutil.copytree(tiny("t2v-1.3B", "diffusers"), folder)
+        for file in (*folder.glob("text_encoder/*.safetensors"), *folder.glob("vae/*.safetensors")):
+            save_file({key: x.to(dtype) for key, x in load_file(file).items()}, file)
+        run = plan_run("t2v-1.3B", folder)
+        sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
+        estimates.append(memory_estimate.compute_stage_memory(run.setup, run.params, sizes))
+    assert estimates[0] == estimates[1]

@@ -1,0 +1,254 @@
+"""The names of tensors in LoRA files: of programs, of kinds of adapters, of layers; no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from wan.checkpoint.keymaps import rename_dit_to_diffusers
+from wan.checkpoint.prefixes import NETWORK_PREFIXES
+
+
+class Naming(NamedTuple):
+    """A program's names for the LoRA tensors of a layer.
+
+    Attributes:
+        program: The programs that write such files.
+        prefix: Precedes the layer's name.
+        down: Suffix of the matrix [rank, columns]; NAME is that of any adapter.
+        up: Suffix of the matrix [rows, rank].
+        bias: Suffix of a bias that is scaled like the pair; None if there is none.
+    """
+
+    program: str
+    prefix: str
+    down: str
+    up: str
+    bias: str | None = None
+
+
+_A_B = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias")
+_A_B_NAME = (".lora_A.NAME.weight", ".lora_B.NAME.weight", ".lora_B.NAME.bias")
+_DOWN_UP = (".lora_down.weight", ".lora_up.weight", ".lora_up.bias")
+HIGH_NOISE_PREFIX, LOW_NOISE_PREFIX = "transformer.", "transformer_2."  # of diffusers
+NAMINGS = (
+    Naming("LightX2V, ComfyUI", "diffusion_model.", *_DOWN_UP),
+    Naming("ComfyUI, with the whole model's prefix", "model.", *_DOWN_UP),
+    Naming("musubi-tuner, kohya", "lora_unet_", *_DOWN_UP),
+    Naming("VideoX-Fun", "lora_unet__", *_DOWN_UP),
+    Naming("OneTrainer", "lora_transformer_", *_DOWN_UP),
+    Naming("LyCORIS, SimpleTuner", "lycoris_", *_DOWN_UP),
+    Naming("diffusers", HIGH_NOISE_PREFIX, *_A_B),
+    Naming("diffusers, the low-noise expert", LOW_NOISE_PREFIX, *_A_B),
+    Naming("PEFT", "base_model.model.", *_A_B_NAME),
+    Naming("DiffSynth-Studio", "pipe.dit.", *_A_B_NAME),
+    Naming("DiffSynth-Studio, the low-noise expert", "pipe.dit2.", *_A_B_NAME),
+    Naming("diffusers' attention processors", "", "_lora.down.weight", "_lora.up.weight"),
+    Naming("LoRA modules in a network", "", ".lora.down.weight", ".lora.up.weight"),
+    Naming(
+        "diffusers' LoRA layers",
+        "",
+        ".lora_linear_layer.down.weight",
+        ".lora_linear_layer.up.weight",
+    ),
+    Naming("parameters without a module", "", ".lora_A", ".lora_B"),
+    Naming("parameters without a module", "", ".lora_down", ".lora_up"),
+)
+"""One row for each program, for the documentation. In a file, a prefix may be repeated, and be
+combined with the suffixes of any row. A layer has its official or its diffusers name, with dots or
+underscores."""
+DIFFERENCES = {
+    ".diff": "weight",
+    ".w_norm": "weight",
+    ".diff_b": "bias",
+    ".b_norm": "bias",
+    ".diff_m": "modulation",
+}
+"""Suffix of a full weight delta -> the parameter to which it is added. After a parameter's name,
+as in `blocks.0.modulation.diff`, `.diff` is the delta of that parameter."""
+_LOW_NOISE_PREFIXES = (LOW_NOISE_PREFIX, "dit2.", "lora_transformer_2_")
+PREFIXES = (*(naming.prefix for naming in NAMINGS if naming.prefix), *NETWORK_PREFIXES)
+PREFIXES += _LOW_NOISE_PREFIXES
+_LOHA_ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
+_LOKR_ROLES = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
+_MAGNITUDES = (
+    *(".dora_scale", ".lora_magnitude_vector", ".lora_magnitude_vector.weight"),
+    *(".lora_magnitude_vector.NAME.weight", ".lora_magnitude_vector.NAME"),
+)
+_SUFFIX_ROLES = {  # suffix -> role of the tensor
+    **{naming.down: "down" for naming in NAMINGS},
+    **{naming.up: "up" for naming in NAMINGS},
+    ".lora_mid.weight": "core",
+    **{suffix: f"difference of {parameter}" for suffix, parameter in DIFFERENCES.items()},
+    **{naming.bias: "bias" for naming in NAMINGS if naming.bias is not None},
+    ".alpha": "alpha",
+    **dict.fromkeys(_MAGNITUDES, "magnitude"),
+    **{f".{role}": role for role in (*_LOHA_ROLES, *_LOKR_ROLES)},
+    **{f".{role}.NAME": role for role in (*_LOHA_ROLES, *_LOKR_ROLES)},
+}
+_SUFFIX_ROLES |= {
+    f"{stem}.NAME.weight": role
+    for suffix, role in _SUFFIX_ROLES.items()
+    if role in ("down", "up", "core")
+    and "NAME" not in suffix
+    and (stem := suffix.removesuffix(".weight")) != suffix
+}
+_SUFFIX_PATTERNS = [
+    (re.compile(re.escape(suffix).replace("NAME", r"(?P<adapter>[^.]+)") + "$"), role)
+    for suffix, role in sorted(_SUFFIX_ROLES.items(), key=lambda item: "NAME" in item[0])
+]
+
+
+class Kind(NamedTuple):
+    """A supported kind of adapter, for the documentation.
+
+    Attributes:
+        merged: What is added to a weight W.
+        separate: What is done for a layer whose FP8 or GGUF weight is kept.
+    """
+
+    name: str
+    merged: str
+    separate: str
+
+
+_UPCAST = "the layer is upcast"
+KINDS = (
+    Kind("LoRA, rsLoRA; PEFT's `alpha_pattern`, `rank_pattern`", "`s up down`", "`up(down(x))`"),
+    Kind("LoRA (LoCon) of a convolution, with a core", "`s up core down`", _UPCAST),
+    Kind("LoHa", "`s (up1 down1) * (up2 down2)`", "a pair of rank `r1 r2`"),
+    Kind("LoHa with cores", "`s (up1 core1 down1) * (up2 core2 down2)`", _UPCAST),
+    Kind("LoKr; `w1`, `w2` whole, factorised or with a core", "`s kron(w1, w2)`", "`w1 x w2^T`"),
+    Kind("DoRA of a LoRA, LoHa or LoKr", "`m V / norm(V) - W`", "refused"),
+    Kind("whole differences (`.diff`)", "the difference", _UPCAST),
+    Kind("PEFT's `bias`, `modules_to_save`", "the stored parameter `- W`", _UPCAST),
+)
+_PROGRAM_REMEDY = "merge it into the checkpoint with the program it was made with"
+_TAIL = r"(\.[^.]+){0,2}$"  # of an adapter's name, and of a parameter's in a module
+_REFUSED_PARAMETERS = {
+    "OFT": r"oft_\w+|a_\d+_\d+|rescale",
+    "BOFT": r"boft_\w+",
+    "GLoRA": r"glora_\w+|[ab][12m]",
+    "IA3": r"on_input|ia3_\w+",
+    "VeRA": r"vera_\w+",
+    "PVeRA": r"pvera_\w+",
+    "VB-LoRA": r"vblora_\w+",
+    "RandLoRA": r"randlora_\w+",
+    "GraLoRA": r"gralora_\w+",
+    "DeLoRA": r"delora_\w+",
+    "TinyLoRA": r"tinylora_\w+",
+    "UniLoRA": r"unilora_\w+",
+    "AdaLoRA": r"lora_E|ranknum",
+    "T-LoRA": r"[pq]_layer|lambda_layer|base_[pq]|base_lambda",
+    "KaSA": r"lora_diag",
+    "FourierFT": r"fourierft_\w+",
+    "WaveFT": r"waveft_\w+",
+    "HRA": r"hra_\w+",
+    "HiRA": r"hira_\w+",
+    "RoAd": r"road_\w+",
+    "SHiRA": r"shira_\w+",
+    "C3A": r"c3a_\w+",
+    "MiSS, Bone": r"(miss|bone)_\w+",
+    "OSF": r"osf_\w+",
+    "PSOFT": r"psoft_\w+",
+    "LN tuning": r"ln_tuning_\w+",
+    "another adapter of PEFT": r"(supertuning|deft|poly|adamss|peanut|frod|beft|shadow|lily)_\w+",
+    "a LoRA of an embedding": r"lora_embedding_\w+|trainable_tokens_\w+",
+    "LoKr with two cores": r"lokr_t1",
+    "a change of a weight's shape": r"reshape_weight",
+    "whole weights of ComfyUI": r"set_weight",
+}
+REFUSED_KINDS = {name: re.compile(rf"\.({x}){_TAIL}") for name, x in _REFUSED_PARAMETERS.items()}
+"""Kind of adapter that is refused by name -> pattern of the names of its tensors."""
+OTHER_NETWORKS = {
+    "Stand-In": re.compile(r"\.[qkv]_loras\.(down|up)\.weight$"),
+    "UniAnimate": re.compile(r"(^|\.)(dwpose_embedding|randomref_embedding_pose)\."),
+}
+"""Files that need layers which no network here has -> pattern of the names of their tensors."""
+_TEXT_ENCODER_PREFIXES = ("text_encoder.", "lora_te", "conditioner.", "cond_stage_model.")
+_LOW_NOISE = re.compile(
+    "(?:{})*?(?:{})".format(
+        *("|".join(map(re.escape, prefixes)) for prefixes in (PREFIXES, _LOW_NOISE_PREFIXES))
+    )
+)
+
+
+class Suffix(NamedTuple):
+    """The end of a LoRA tensor's name.
+
+    Attributes:
+        stem: What precedes it.
+        adapter: PEFT's name of the adapter; "" if there is none.
+    """
+
+    stem: str
+    role: str
+    adapter: str
+
+
+def split_suffix(name: str) -> Suffix | None:
+    """Splits a name at its suffix; None if the suffix is not known."""
+    for pattern, role in _SUFFIX_PATTERNS:
+        if match := pattern.search(name):
+            adapter = match.groupdict().get("adapter") or ""
+            return Suffix(name[: match.start()], role, adapter)
+    return None
+
+
+def find_name_refusal(name: str) -> tuple[str, str] | None:
+    """Returns why a tensor's kind is refused, and the remedy; None if it is not refused."""
+    for kind, pattern in REFUSED_KINDS.items():
+        if pattern.search(name):
+            return f"holds {name} ({kind}), which is not supported", _PROGRAM_REMEDY
+    for program, pattern in OTHER_NETWORKS.items():
+        if pattern.search(name):
+            why = f"holds {name}: it is {program}'s, which adds layers that this network lacks"
+            return why, f"use it in a program that supports {program}"
+    if name.startswith(_TEXT_ENCODER_PREFIXES):
+        remedy = "only those of the video network are supported"
+        return f"holds {name}, which changes a text encoder", remedy
+    return None
+
+
+def is_low_noise(name: str) -> bool:
+    """Whether a name has a prefix of the low-noise expert."""
+    return _LOW_NOISE.match(name) is not None
+
+
+def names_both_experts(names: Iterable[str]) -> bool:
+    """Whether some tensors have a prefix of the low-noise expert, and others do not."""
+    return len({is_low_noise(name) for name in names}) == 2
+
+
+def map_layer_spellings(parameters: Mapping[str, Any]) -> dict[str, str]:
+    """Maps every spelling of a layer's name, without a prefix, to its official name."""
+    spellings: dict[str, str] = {}
+    for name in parameters:
+        official, _, parameter = name.rpartition(".")
+        diffusers_name = rename_dit_to_diffusers(name)
+        names = [
+            official,
+            diffusers_name.removesuffix(f".{parameter}") if parameter != "modulation" else official,
+        ]
+        if names[1].endswith(".to_out.0"):  # diffusers' attention processors have to_out_lora
+            names.append(names[1].removesuffix(".0"))
+        for spelling in names:
+            spellings[spelling] = spellings[spelling.replace(".", "_")] = official
+    return spellings
+
+
+def map_parameter_spellings(parameters: Iterable[str]) -> dict[str, str]:
+    """Maps every spelling of a parameter's name, without a prefix, to its official name."""
+    spellings: dict[str, str] = {}
+    for name in parameters:
+        for spelling in (name, rename_dit_to_diffusers(name)):
+            spellings[spelling] = spellings[spelling.replace(".", "_")] = name
+    return spellings
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Returns the first three names, and how many follow."""
+    all_names = list(names)
+    first, more = all_names[:3], len(all_names) - 3
+    return f"{', '.join(first)} and {more} more" if more > 0 else ", ".join(first)

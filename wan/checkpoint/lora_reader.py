@@ -1,0 +1,382 @@
+"""Reads the header of a LoRA file as weight deltas of a network's parameters; no torch.
+
+A file with a tensor that fits no parameter is refused: ignoring the tensor would silently change
+the video.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from wan.checkpoint.headers import (
+    list_shards,
+    read_safetensors_header,
+    read_safetensors_scalars,
+)
+from wan.checkpoint.lora_deltas import LowRankMatrix, Matrix, StoredMatrix, WeightDelta
+from wan.checkpoint.lora_names import (
+    HIGH_NOISE_PREFIX,
+    LOW_NOISE_PREFIX,
+    PREFIXES,
+    Suffix,
+    find_name_refusal,
+    is_low_noise,
+    list_names,
+    map_layer_spellings,
+    map_parameter_spellings,
+    split_suffix,
+)
+from wan.checkpoint.peft_settings import PeftSettings, read_peft_settings
+from wan.checkpoint.prefixes import OTHER_LAYERS, find_shared_prefix, strip_prefixes
+from wan.checkpoint.tensor_info import FLOATS, TensorInfo
+from wan.settings.errors import InputError
+from wan.settings.values import format_value
+
+MAX_ABS = 1e6  # of a strength or an alpha; larger ones may overflow
+_MODULE_WORDS = re.compile(r"\.(processor|base_layer|modules_to_save\.[^.]+)\.")
+_CONVERT = "convert its names to those of docs/few_step.md"
+_MISFIT = "it was made for another model, or is damaged"
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """A LoRA file and its strength, given as `FILE=STRENGTH`."""
+
+    path: Path
+    strength: float = 1.0
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A file and its weight deltas for one network.
+
+    Attributes:
+        deltas: By parameter name.
+        tag: The expert tag in the file's name that selected the network; "" if a flag did.
+    """
+
+    path: Path
+    strength: float
+    deltas: dict[str, tuple[WeightDelta, ...]]
+    tag: str = ""
+
+
+class _Layer(NamedTuple):
+    """A layer's tensors in a file.
+
+    Attributes:
+        module_names: The layer's name in the file without some or all of its prefixes.
+        tensors: By role (`lora_names`); a parameter that replaces the network's has its name.
+    """
+
+    module_names: list[str]
+    tensors: dict[str, TensorInfo]
+
+
+class LoraReader:
+    """Reads the header of one LoRA file, for one network of a checkpoint."""
+
+    def __init__(
+        self, lora_file: LoraFile, parameters: Mapping[str, TensorInfo], expert: str
+    ) -> None:
+        self.path, self.strength, self.expert = lora_file.path, lora_file.strength, expert
+        if not self.path.is_file():
+            raise self.make_error("does not exist or is no file", "give a .safetensors file")
+        if self.path.suffix not in (".safetensors", ".ckpt"):
+            raise self.make_error("is no .safetensors file", "convert it")
+        if len(list_shards(self.path)) > 1:
+            raise self.make_error("is one of several shards", "give a LoRA in one file")
+        self.tensors = _read_lora_header(self.path)
+        self.parameter_shapes = {name: info.shape for name, info in parameters.items()}
+        self.has_low_noise_tensors = any(map(is_low_noise, self.tensors))
+
+    def make_error(self, why: str, remedy: str) -> InputError:
+        return InputError("LoRA", self.path, why, remedy)
+
+    def read(self) -> Lora:
+        """Returns the file's weight deltas for the network."""
+        is_low_noise_prefix = self.has_low_noise_tensors and self.expert == "low_noise"
+        prefix = LOW_NOISE_PREFIX if is_low_noise_prefix else HIGH_NOISE_PREFIX
+        layers = self.group_by_layer()
+        alphas = {name: layer.tensors.pop("alpha", None) for name, layer in layers.items()}
+        alpha_infos = {name: info for name, info in alphas.items() if info is not None}
+        for info in alpha_infos.values():
+            if prod(info.shape) != 1:
+                raise self.make_error(
+                    f"holds {info.name}, which is no single number", "it is damaged"
+                )
+        if alpha_infos and self.path.suffix == ".ckpt":
+            raise self.make_error(
+                "holds alphas, which are read from .safetensors only", "convert it"
+            )
+        scalars = read_safetensors_scalars(self.path, [info.name for info in alpha_infos.values()])
+        settings = read_peft_settings(self.path, prefix)
+        self.check_whole_parameters(layers, settings)
+        if alpha_infos:  # PEFT's scale settings apply only to files without alphas
+            settings = PeftSettings()
+        deltas: dict[str, list[WeightDelta]] = {}
+        for name, layer in layers.items():
+            if name in alpha_infos:
+                alpha = scalars[alpha_infos[name].name]
+                if not layer.tensors.keys() - {"bias"}:
+                    why = f"has {alpha_infos[name].name}, but no LoRA for this layer"
+                    raise self.make_error(why, "it is damaged")
+            else:
+                alpha = settings.find_alpha(layer.module_names)
+            for parameter, delta in self.iter_deltas(name, layer, alpha, settings):
+                deltas.setdefault(parameter, []).append(delta)
+        return Lora(self.path, self.strength, {name: tuple(x) for name, x in deltas.items()})
+
+    def group_by_layer(self) -> dict[str, _Layer]:
+        """Groups the file's tensors by official layer name, then by role."""
+        if self.has_low_noise_tensors and self.expert == "dit":
+            remedy = "this checkpoint has one network"
+            raise self.make_error(f"is for two experts ({LOW_NOISE_PREFIX}...)", remedy)
+        for name in self.tensors:
+            if refusal := find_name_refusal(name):
+                raise self.make_error(*refusal)
+        is_low = self.expert == "low_noise"
+        names = [
+            name
+            for name in self.tensors
+            if not self.has_low_noise_tensors or is_low_noise(name) == is_low
+        ]
+        if not names:
+            raise self.make_error(
+                f"holds nothing for the {self.expert} network", "give another one"
+            )
+        suffixes = {name: split_suffix(name) or Suffix(name, "", "") for name in names}
+        adapters = {suffix.adapter for suffix in suffixes.values() if suffix.adapter}
+        if len(adapters) > 1:
+            why = f"holds {len(adapters)} adapters ({list_names(sorted(adapters))})"
+            raise self.make_error(why, "save each in its own file")
+        layers: dict[str, _Layer] = {}
+        for name, (layer, role, module_names) in self.resolve_names(suffixes).items():
+            info, entry = self.tensors[name], layers.setdefault(layer, _Layer(module_names, {}))
+            first_info = entry.tensors.setdefault(role, info)
+            if first_info is not info:
+                raise self.make_error(
+                    f"changes {layer} twice ({first_info.name} and {name})", "remove one"
+                )
+        return layers
+
+    def resolve_names(
+        self, suffixes: Mapping[str, Suffix]
+    ) -> dict[str, tuple[str, str, list[str]]]:
+        """Returns (official layer, role, module names without prefixes) of each tensor.
+
+        Raises:
+            InputError: A suffix, a prefix or a layer is not known.
+        """
+        layers = map_layer_spellings(self.parameter_shapes)
+        parameters = map_parameter_spellings(self.parameter_shapes)
+        stems = {name: _remove_module_words(suffix.stem) for name, suffix in suffixes.items()}
+
+        def is_known(stem: str) -> bool:
+            return stem in layers or stem in parameters
+
+        stripped = {name: strip_prefixes(stem, is_known, PREFIXES) for name, stem in stems.items()}
+        unknown = [name for name, stages in stripped.items() if not is_known(stages[-1])]
+        if unknown:
+            ends = [name for name in unknown if not suffixes[name].role]
+            shared = (
+                None
+                if ends
+                else find_shared_prefix(stems.values(), is_known, PREFIXES, OTHER_LAYERS)
+            )
+            if shared is None:
+                raise self.make_name_error(unknown, ends, stems, is_known)
+            stripped = {
+                name: strip_prefixes(stem.removeprefix(shared), is_known, PREFIXES)
+                for name, stem in stems.items()
+            }
+        resolved = {}
+        for name, stages in stripped.items():
+            stem, role = stages[-1], suffixes[name].role
+            if role and stem in layers:
+                layer = layers[stem]
+            elif stem in parameters and role in ("", "difference of weight"):
+                layer, _, parameter = parameters[stem].rpartition(".")
+                role = f"{'difference of' if role else 'whole'} {parameter}"
+            else:
+                raise self.make_name_error(
+                    [name], [name] if stem in layers else [], stems, is_known
+                )
+            resolved[name] = layer, role, stages
+        return resolved
+
+    def make_name_error(
+        self, unknown: list[str], ends: list[str], stems: Mapping[str, str], is_known: Any
+    ) -> InputError:
+        """Returns the refusal of names: of their ends, their prefixes or their layers."""
+        if ends:
+            why = f"holds {list_names(ends)}: these names have no end of a known kind of LoRA"
+            return self.make_error(why, _CONVERT)
+        prefixes = {
+            name: find_shared_prefix([stems[name]], is_known, PREFIXES, OTHER_LAYERS)
+            for name in unknown
+        }
+        foreign = [name for name, prefix in prefixes.items() if prefix]
+        if foreign:
+            prefix_list = list_names(dict.fromkeys(filter(None, prefixes.values())))
+            why = f"holds {list_names(foreign)}, whose prefix ({prefix_list}) is not known"
+            return self.make_error(f"{why} and is not that of all names", _CONVERT)
+        layers = dict.fromkeys(strip_prefixes(stems[x], is_known, PREFIXES)[-1] for x in unknown)
+        network = f"the {self.expert} network of this checkpoint does not have"
+        why = f"changes {list_names(name or unknown[0] for name in layers)}, which {network}"
+        return self.make_error(why, f"give a LoRA of this network, or {_CONVERT}")
+
+    def check_whole_parameters(self, layers: Mapping[str, _Layer], settings: PeftSettings) -> None:
+        """Refuses whole parameters that PEFT's settings do not name."""
+        stored = {
+            info.name: (layer.module_names[-1], role)
+            for layer in layers.values()
+            for role, info in layer.tensors.items()
+            if role.startswith("whole ")
+        }
+        unnamed = [x for x, (module, _) in stored.items() if not settings.trains(module)]
+        if len(stored) == len(self.tensors):
+            why = f"holds {list_names(stored)}: full weights, not differences"
+            raise self.make_error(why, "give such a file as a checkpoint (`ckpt_dir`)")
+        if unnamed:
+            why = f"holds {list_names(unnamed)}: full weights beside differences, which no "
+            why += "adapter_config.json names (modules_to_save, bias)"
+            remedy = "put the adapter_config.json of this file beside it, or remove these tensors"
+            raise self.make_error(why, remedy)
+
+    def iter_deltas(
+        self, name: str, layer: _Layer, alpha: Any, settings: PeftSettings
+    ) -> Iterator[tuple[str, WeightDelta]]:
+        """Yields (parameter name, weight delta) for a layer.
+
+        Args:
+            name: Official name.
+            alpha: The matrices are scaled by alpha / rank; None: by 1.
+        """
+        tensors = layer.tensors
+        for info in tensors.values():
+            if info.dtype not in FLOATS:
+                remedy = f"give it in one of {', '.join(FLOATS)}"
+                raise self.make_error(f"holds {info.name}, which is stored as {info.dtype}", remedy)
+        scale, delta = 1.0, self.make_delta(tensors)
+        if delta is not None:
+            self.check_shape(delta, f"{name}.weight")
+            rank = _find_rank(delta) or settings.find_rank(layer.module_names)
+            if rank is not None:
+                scale = self.compute_scale(name, rank, alpha, settings.use_rslora)
+            delta = replace(delta, scale=scale * self.strength)
+            if "magnitude" in tensors:
+                delta = self.add_magnitude(delta, tensors["magnitude"], name, scale)
+            yield f"{name}.weight", delta
+        elif orphan := tensors.get("bias") or tensors.get("magnitude"):
+            raise self.make_error(f"has {orphan.name}, but no LoRA for this layer", "it is damaged")
+        for role, info in tensors.items():
+            if role != "bias" and not role.startswith(("difference of ", "whole ")):
+                continue
+            parameter = f"{name}.{role.rpartition(' ')[2]}"
+            shape = self.parameter_shapes.get(parameter)
+            if info.shape != shape:
+                expected = "absent in this network" if shape is None else list(shape)
+                why = f"holds {info.name} {list(info.shape)}, which does not fit {parameter}"
+                raise self.make_error(f"{why} ({expected})", _MISFIT)
+            factor = scale if role == "bias" else 1.0
+            full = WeightDelta(factor * self.strength, (StoredMatrix(info),))
+            yield parameter, replace(full, operation="replace") if "whole" in role else full
+
+    def make_delta(self, tensors: Mapping[str, TensorInfo]) -> WeightDelta | None:
+        """Returns a layer's LoRA, LoHa or LoKr, unscaled; None if it has none."""
+        if any(role.startswith("lokr") for role in tensors):
+            w1 = self.make_matrix(tensors, "lokr_w1", "lokr_w1_a", "lokr_w1_b")
+            w2 = self.make_matrix(tensors, "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
+            return WeightDelta(1.0, (w1, w2), "kronecker")
+        if any(role.startswith("hada") for role in tensors):
+            factors = [
+                self.make_matrix(tensors, "", f"hada_w{i}_a", f"hada_w{i}_b", f"hada_t{i}")
+                for i in (1, 2)
+            ]
+            return WeightDelta(1.0, tuple(factors), "hadamard")
+        if tensors.keys() & {"up", "down", "core"}:
+            return WeightDelta(1.0, (self.make_matrix(tensors, "", "up", "down", "core"),))
+        return None
+
+    def make_matrix(
+        self, tensors: Mapping[str, TensorInfo], full: str, up: str, down: str, core: str = ""
+    ) -> Matrix:
+        """Returns a matrix from the tensors of these roles.
+
+        Raises:
+            InputError: A tensor is missing, or the matrix is given twice.
+        """
+        if full in tensors:
+            if up in tensors or down in tensors:
+                why = f"has {tensors[full].name}, and factors of it"
+                raise self.make_error(why, "it is damaged")
+            return StoredMatrix(tensors[full])
+        if up not in tensors or down not in tensors:
+            first = next(iter(tensors.values())).name
+            half = tensors.get(up) or tensors.get(down)
+            name = first if half is None else half.name
+            raise self.make_error(f"has {name}, but not the other factor", "it is damaged")
+        is_transposed = core in tensors and core != "core"  # LyCORIS' cores of LoHa and LoKr
+        return LowRankMatrix(tensors[up], tensors[down], tensors.get(core), is_transposed)
+
+    def check_shape(self, delta: WeightDelta, name: str) -> None:
+        """Refuses matrices that do not fit the parameter."""
+        shape = self.parameter_shapes.get(name, ())
+        if not shape or delta.shape != (shape[0], prod(shape[1:])):
+            tensors = " and ".join(f"{info.name} {list(info.shape)}" for info in delta.infos)
+            why = f"holds {tensors}, which do not fit {name} {list(shape)}"
+            raise self.make_error(why, _MISFIT)
+
+    def compute_scale(self, layer: str, rank: int, alpha: Any, use_rslora: bool) -> float:
+        """Returns alpha / rank, or alpha / sqrt(rank) of rsLoRA."""
+        alpha = rank if alpha is None else alpha
+        is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+        if not is_number or not abs(alpha) <= MAX_ABS:
+            why = f"has alpha {format_value(alpha)} for {layer}"
+            raise self.make_error(why, "it is damaged")
+        return float(alpha / (math.sqrt(rank) if use_rslora else rank))
+
+    def add_magnitude(
+        self, delta: WeightDelta, magnitude: TensorInfo, layer: str, scale: float
+    ) -> WeightDelta:
+        """Returns the DoRA of a delta. Its strength scales the change of the weight as a whole."""
+        rows, columns, *_ = *self.parameter_shapes[f"{layer}.weight"], 0
+        numel = prod(magnitude.shape)
+        is_peft = "lora_magnitude_vector" in magnitude.name
+        is_of_rows = numel == rows and (is_peft or magnitude.shape[0] == rows)
+        if not is_of_rows and (numel != columns or magnitude.shape[0] != 1):
+            why = f"holds {magnitude.name} {list(magnitude.shape)}, which does not fit {layer}"
+            raise self.make_error(f"{why}.weight", _MISFIT)
+        return replace(
+            delta,
+            scale=scale,
+            magnitude=magnitude,
+            is_of_rows=is_of_rows,
+            strength=self.strength,
+        )
+
+
+def _find_rank(delta: WeightDelta) -> int | None:
+    """Returns the rank by which alpha is divided; None for two whole matrices of LoKr."""
+    ranks = [matrix.rank for matrix in delta.matrices if isinstance(matrix, LowRankMatrix)]
+    return ranks[0] if ranks else None
+
+
+def _remove_module_words(stem: str) -> str:
+    """Removes the words that wrappers of diffusers and PEFT add within a name."""
+    return _MODULE_WORDS.sub(".", f"{stem}.")[:-1]
+
+
+def _read_lora_header(path: Path) -> dict[str, TensorInfo]:
+    if path.suffix == ".safetensors":
+        return read_safetensors_header(path)
+    from wan.checkpoint.load import read_headers  # imports torch
+
+    return read_headers(path, str)

@@ -1,0 +1,70 @@
+"""Removes what programs write before the names of a network's tensors; no torch.
+
+`strip_prefixes` removes prefixes from a list, `find_shared_prefix` finds an unknown one that all
+names of a file have. Both stop at a name that the network knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence, Set
+
+WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""What torch.compile, FSDP and activation checkpointing write, at any place in a name."""
+NETWORK_PREFIXES = tuple(
+    f"{word}."
+    for word in ("module", "model", "net", "pipe", "dit", "transformer", "diffusion_model")
+)
+"""Prefixes of a DiT in files of training programs, in any order and number."""
+OTHER_LAYERS = frozenset(
+    ("vace", "double", "single", "control", "controlnet", "encoder", "te", "te1", "te2", "clip")
+)
+"""Words of a prefix that make another layer of a DiT's: `vace_blocks.0` is not `blocks.0`."""
+
+IsKnown = Callable[[str], bool]
+"""Whether a name without prefixes is one of the network."""
+
+
+def strip_prefixes(
+    name: str, is_known: IsKnown, prefixes: Sequence[str] = NETWORK_PREFIXES
+) -> list[str]:
+    """Removes wrappers and prefixes until the name is known.
+
+    Returns:
+        The name after each removal, the shortest one last.
+    """
+    names = [WRAPPERS.sub("", name)]
+    while not is_known(names[-1]):
+        matches = [prefix for prefix in prefixes if names[-1].startswith(prefix)]
+        if not matches:
+            break
+        names.append(names[-1].removeprefix(max(matches, key=len)))
+    return names
+
+
+def find_shared_prefix(
+    names: Iterable[str],
+    is_known: IsKnown,
+    prefixes: Sequence[str] = NETWORK_PREFIXES,
+    excluded_words: Set[str] = frozenset(),
+) -> str | None:
+    """Returns the shortest prefix of all names before names that are known; None if none is.
+
+    It ends with a dot, or with an underscore in names that have underscores instead of dots.
+
+    Args:
+        prefixes: May stand between it and the known name.
+        excluded_words: Words that it must not contain.
+    """
+    first_name, *next_names = names
+
+    def is_prefix(prefix: str) -> bool:
+        return excluded_words.isdisjoint(re.split(r"[._]", prefix)) and all(
+            name.startswith(prefix)
+            and is_known(strip_prefixes(name.removeprefix(prefix), is_known, prefixes)[-1])
+            for name in (first_name, *next_names)
+        )
+
+    separator = "." if "." in first_name else "_"
+    ends = [match.end() for match in re.finditer(re.escape(separator), first_name)]
+    return next((x for x in ("", *(first_name[:end] for end in ends)) if is_prefix(x)), None)
