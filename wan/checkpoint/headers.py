@@ -84,9 +84,8 @@ def read_file_headers(path: Path) -> dict[str, TensorInfo]:
         for name, info in header.items():
             first_info = tensors.setdefault(name, info)
             if first_info is not info:
-                raise InputError(
-                    f"{shard}", None, f"repeats {name} of {first_info.file.name}", _DOWNLOAD_AGAIN
-                )
+                why = f"repeats {name} of {first_info.file.name}"
+                raise InputError(f"{shard}", None, why, "give the shards of one network")
     return tensors
 
 

@@ -171,7 +171,7 @@ def _check_names_and_shapes(
         info = tensors[name]
         if info.shape != tuple(parameter.shape):
             why = f"has shape {list(info.shape)}, but the network needs {list(parameter.shape)}"
-            remedy = "give files of one network, with its own config.json"
+            remedy = "give files of one network"
             raise InputError(f"{info.file}: tensor {info.name}", None, why, remedy)
 
 
