@@ -136,8 +136,8 @@ class Jobs:
         job = self.service.journal.get(name)
         assert job is not None
         self.service._running[name] = job
-        self.service.video_path(job).write_bytes(b"video")
-        (self.service.job_folder(job) / "video.json").write_text(json.dumps(record))
+        self.service.files.video_path(job).write_bytes(b"video")
+        (self.service.files.job_folder(job) / "video.json").write_text(json.dumps(record))
         self.service._handle_message(
             {"is": "done", "job": name, "texts": [0, 1], "seconds": seconds, "loading": 0.0}
         )

@@ -24,6 +24,7 @@ from wan.serve.connections import (
 )
 from wan.serve.folders import lock_journal
 from wan.serve.group import ONE_NODE, Nodes
+from wan.serve.guard import is_local
 from wan.serve.metrics import Metrics
 from wan.serve.service import Limits, Service
 from wan.settings.errors import InputError
@@ -55,7 +56,7 @@ def make_nodes(count: int, address: str | None) -> Nodes:
 def read_api_key(path: Path | None, host: str) -> str | None:
     """Reads the API key; returns None where none is needed."""
     if path is None:
-        if not app.is_local(host):
+        if not is_local(host):
             why = "is reachable from other machines"
             raise InputError(f"--host {host}", None, why, "add --api_key FILE")
         return None
