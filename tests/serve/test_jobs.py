@@ -347,10 +347,10 @@ def test_no_prompt_where_files_define_the_video(tmp_path: Path) -> None:
     tasks = {"s2v-14B": {"image": b"x", "audio": b"x"}, "animate-14B": {"src_pose": b"x"}}
     for task, files in tasks.items():
         of_task, _ = command._resolve_service_run(["--task", task], tmp_path, 1, 1)
-        fields.parse_request(files, of_task, task)
+        fields.parse_request(files, of_task, [task])
         for body in ({"prompt": ""} | files, {}, {"seed": 1}):
             with pytest.raises(InputError, match="prompt"):
-                fields.parse_request(body, of_task, task)
+                fields.parse_request(body, of_task, [task])
 
 
 async def test_guidance_of_each_expert(jobs: Jobs) -> None:

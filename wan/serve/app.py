@@ -12,9 +12,11 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
+from wan.serve.addresses import Network
 from wan.serve.guard import Guard
 from wan.serve.metrics import Metrics
 from wan.serve.repeats import RefusedError
@@ -24,6 +26,11 @@ from wan.serve.service import Service
 from wan.settings.errors import InputError
 from wan.utils.log import logger
 
+_EXPOSED_HEADERS = (
+    *("ETag", "Content-Range", "Retry-After", "openai-poll-after-ms", "x-should-retry"),
+    *("X-Request-Id", "X-Model", "X-Inference-Time-S", "X-Stage-Durations", "X-Peak-Memory-MB"),
+)
+"""Headers that pages of other sites may read."""
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -40,6 +47,8 @@ def make_app(
     *,
     host: str,
     names: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    proxies: Sequence[Network] = (),
     api_key: str | None = None,
     most_bytes: int = 64_000_000,
     is_busy: Callable[[], bool] = lambda: False,
@@ -51,6 +60,8 @@ def make_app(
         metrics: Shown by /metrics.
         host: The address that the server listens on.
         names: Further allowed host names.
+        origins: Sites whose pages may use the service.
+        proxies: Addresses of proxies whose `X-Forwarded-Host` is believed.
         api_key: Required from requests; None: no key is required.
         most_bytes: Maximum size of a request body.
         is_busy: Returns whether only /health and /liveness are answered.
@@ -73,5 +84,15 @@ def make_app(
     handlers[ClientDisconnect] = answer_disconnect
     routes = Routes(service, metrics).list_routes()
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    hosts = [*_LOCAL_HOSTS, host.lower(), *(n.lower() for n in names)]
-    return Guard(app, hosts, api_key, most_bytes, is_busy)
+    app.router.redirect_slashes = False
+    hosts = (*_LOCAL_HOSTS, host, *names)
+    guard = Guard(app, hosts, api_key, most_bytes, is_busy, origins, proxies)
+    if not origins:
+        return guard
+    return CORSMiddleware(
+        guard,
+        allow_origins=origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=_EXPOSED_HEADERS,
+    )

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
-from wan.serve.fields import PICTURES
+from wan.serve.fields import JSON_FIELDS, LIST_FIELDS
 from wan.serve.repeats import RefusedError
 from wan.settings.values import format_value
 from wan.settings.video_options import MAX_REFERENCE_IMAGES
@@ -29,6 +29,7 @@ async def read_body(request: Request) -> dict[str, Any]:
             raise RefusedError(f"The form cannot be read ({format_value(str(error))}).") from error
     else:
         body = _parse_json_body(await request.body() or b"{}")
+    body |= {key: _parse_json_field(key, body[key]) for key in JSON_FIELDS & {*body}}
     _check_body_values(body)
     return body
 
@@ -41,8 +42,10 @@ async def _read_form(request: Request) -> dict[str, Any]:
     async with request.form(max_files=max_parts, max_fields=100, max_part_size=sys.maxsize) as form:
         for key, value in form.multi_items():
             part = await value.read() if isinstance(value, UploadFile) else value
+            if isinstance(value, UploadFile) and not value.filename and not part:
+                continue  # a file input without a file
             # The openai client sends lists like this.
-            if (list_key := key.removesuffix("[]")) == PICTURES:
+            if (list_key := key.removesuffix("[]")) in LIST_FIELDS:
                 form_fields.setdefault(list_key, []).append(part)
                 continue
             if key in form_fields:
@@ -51,22 +54,37 @@ async def _read_form(request: Request) -> dict[str, Any]:
     return form_fields
 
 
+def _parse_json_field(key: str, value: Any) -> Any:
+    """Returns the value of a field, parsed if it is the text of a JSON object or list."""
+    if isinstance(value, list):
+        return [_parse_json_field(key, item) for item in value]
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
+        return value
+    return _parse_json(value.encode(errors="surrogatepass"), key)
+
+
 def _parse_json_body(content: bytes) -> dict[str, Any]:
     """Parses a body as a JSON object."""
-
-    def refuse(word: str) -> NoReturn:
-        raise RefusedError(f"The body has a number that is not valid JSON: {word}.")
-
-    try:
-        body = json.loads(content.decode(json.detect_encoding(content)), parse_constant=refuse)
-    except RecursionError as error:
-        raise RefusedError(_TOO_DEEP) from error
-    except ValueError as error:  # Python's message about too many digits is for programmers
-        why = "a number has too many digits" if "digits" in str(error) else format_value(str(error))
-        raise RefusedError(f"The body is no JSON object ({why}).") from error
+    body = _parse_json(content)
     if not isinstance(body, dict):
         raise RefusedError("The body must be a JSON object or a form.")
     return body
+
+
+def _parse_json(content: bytes, key: str | None = None) -> Any:
+    """Parses JSON of the body, or of a field of it."""
+    subject = "The body" if key is None else key
+
+    def refuse(word: str) -> NoReturn:
+        raise RefusedError(f"{subject} has a number that is not valid JSON: {word}.", param=key)
+
+    try:
+        return json.loads(content.decode(json.detect_encoding(content)), parse_constant=refuse)
+    except RecursionError as error:
+        raise RefusedError(_TOO_DEEP, param=key) from error
+    except ValueError as error:  # Python's message about too many digits is for programmers
+        why = "a number has too many digits" if "digits" in str(error) else format_value(str(error))
+        raise RefusedError(f"{subject} is no JSON object ({why}).", param=key) from error
 
 
 def _check_body_values(body: Mapping[str, Any]) -> None:

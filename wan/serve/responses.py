@@ -33,6 +33,9 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
         "created_at": int(job.created),
         "completed_at": int(job.ended) if job.state == "completed" and job.ended else None,
         "expires_at": None,
+        "file_name": f"{job.id}.mp4" if job.state == "completed" else None,
+        "media_type": "video/mp4",
+        "quality": "default",
         "error": job.error,
         "prompt": job.settings.get("prompt") or "\n".join(prompts) or None,
         "remixed_from_video_id": job.remixed_from,
@@ -40,7 +43,7 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
         "size": f"{job.width}x{job.height}",
         "num_frames": job.frames,
         "fps": job.fps,
-        "seed": job.settings.get("base_seed"),
+        "seed": _read_seed(job),
         "guidance": job.guidance or None,
         "steps": [job.done, job.total],
         "attempt": job.attempt,
@@ -49,13 +52,19 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
     if days is not None and job.ended is not None:
         video["expires_at"] = int(job.ended + 86400 * days)
     if job.state == "completed":
-        video |= {"inference_time_s": job.seconds} | _select_record_fields(
+        video |= {"inference_time_s": job.seconds} | select_record_fields(
             service.files.read_record(job)
         )
     return video
 
 
-def _select_record_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+def _read_seed(job: ServiceJob) -> int | None:
+    """Returns the seed of a job; earlier versions stored it as the client wrote it."""
+    seed = job.settings.get("base_seed")
+    return None if seed is None else int(seed)
+
+
+def select_record_fields(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a video object that come from its record; None where it is damaged."""
     values: dict[str, Any] = {"stage_durations": record.get("seconds"), "peak_memory_mb": None}
     try:

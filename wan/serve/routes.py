@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import stat
 from contextlib import suppress
@@ -20,7 +21,7 @@ from wan.serve.bodies import read_body
 from wan.serve.journal import ServiceJob
 from wan.serve.metrics import Metrics
 from wan.serve.repeats import RefusedError, hash_request
-from wan.serve.responses import make_gone_error, make_video_object
+from wan.serve.responses import make_gone_error, make_video_object, select_record_fields
 from wan.serve.service import Service
 from wan.settings.values import integer
 
@@ -73,10 +74,10 @@ class Routes:
         order, limit = query.get("order", "desc"), query.get("limit", "20")
         if order not in ("asc", "desc"):
             raise RefusedError("order must be asc or desc.", param="order")
-        after = query.get("after")
+        after = query.get("after") or None
         if after is not None and self._service.journal.get_state(after) is None:
             self._service.find_job(after)
-        max_jobs = integer(1, 100)("limit", limit)
+        max_jobs = integer(0, 100)("limit", limit)
         jobs = self._service.journal.list_page(after, max_jobs + 1, order == "desc")
         data = [make_video_object(self._service, job) for job in jobs[:max_jobs]]
         return JSONResponse(
@@ -146,7 +147,7 @@ class Routes:
         return status
 
     async def remix(self, request: Request) -> Response:
-        body = await read_body(request)
+        body = {k: v for k, v in (await read_body(request)).items() if v is not None}
         if {*body} != {"prompt"} or not isinstance(body["prompt"], str):
             raise RefusedError("A remix takes a prompt and nothing else.", param="prompt")
         fields.check_prompt(body["prompt"])
@@ -159,8 +160,14 @@ class Routes:
         """Answers with the video; its job is cancelled when the last client disconnects."""
         job, is_existing = await self._create_job(request, await read_body(request))
         job = await self._wait_for_job(request, job, is_existing)
-        seconds = f"{job.seconds:.3f}"
-        headers = {"X-Request-Id": job.id, "X-Model": job.model, "X-Inference-Time-S": seconds}
+        record = select_record_fields(self._service.files.read_record(job))
+        headers = {
+            "X-Request-Id": job.id,
+            "X-Model": job.model,
+            "X-Inference-Time-S": f"{job.seconds:.3f}",
+            "X-Stage-Durations": json.dumps(record["stage_durations"] or {}),
+            "X-Peak-Memory-MB": str(record["peak_memory_mb"] or 0.0),
+        }
         path = self._service.files.video_path(job)
         status = self._stat_file(job, path)
         return FileResponse(path, media_type="video/mp4", headers=headers, stat_result=status)
@@ -186,8 +193,9 @@ class Routes:
         return JSONResponse({"video_id": job.id, "video_bytes": content})
 
     async def models(self, _: Request) -> Response:
-        model = {"id": self._service.model, "object": "model", "owned_by": "wan", "created": 0}
-        return JSONResponse({"object": "list", "data": [model]})
+        model = {"object": "model", "owned_by": "wan", "created": 0}
+        data = [{"id": name} | model for name in self._service.models]
+        return JSONResponse({"object": "list", "data": data})
 
     async def health(self, _: Request) -> Response:
         service = self._service
@@ -217,7 +225,7 @@ class Routes:
 
     async def _create_job(self, request: Request, body: dict[str, Any]) -> tuple[ServiceJob, bool]:
         digest = hash_request(body)
-        parsed_request = fields.parse_request(body, self._service.startup_run, self._service.model)
+        parsed_request = fields.parse_request(body, self._service.startup_run, self._service.models)
         return await self._service.create(parsed_request, digest, *_read_idempotency_key(request))
 
     async def _wait_for_job(

@@ -64,7 +64,7 @@ class Service:
     Attributes:
         files: The files of the jobs.
         startup_run: The run that the ranks were started with.
-        model: Name of the model in the HTTP interface.
+        models: Names of the model in the HTTP interface; the first is that of responses.
         stopping: Whether the service is stopping and refuses requests.
     """
 
@@ -76,6 +76,7 @@ class Service:
         ranks: int,
         nodes: Nodes = ONE_NODE,
         replica_name: str = "",
+        model_names: Sequence[str] = (),
         limits: Limits = Limits(),
         on_event: Callable[[str, ServiceJob | None, dict[str, Any]], None] = lambda *_: None,
     ) -> None:
@@ -87,9 +88,11 @@ class Service:
             folder: Folder of the journal and the jobs' files.
             ranks: Number of ranks on all machines.
             replica_name: Part of its jobs' ids.
+            model_names: Further names of the model; the last one is its task.
             on_event: Called with each event, its job and its record, for metrics.
         """
-        self.startup_run, self.model, self.stopping = run, run.setup.preset.task, False
+        self.startup_run, self.stopping = run, False
+        self.models = tuple(dict.fromkeys((*model_names, run.setup.preset.task)))
         self.limits, self._replica_name = limits, replica_name
         jobs, self._on_event = folder / "jobs", on_event
         self.files = JobFiles(jobs)
@@ -418,7 +421,7 @@ class Service:
             {"base_seed": random.SystemRandom().randrange(10**10)} | parsed_request.settings,
             priority=parsed_request.priority,
             created=time.time(),
-            model=self.model,
+            model=self.models[0],
             remixed_from=remixed_from,
             digest=digest,
             key=key,
