@@ -167,6 +167,16 @@ async def test_who_waits_gets_the_video_until_the_service_stops(jobs: Jobs) -> N
     status, _, answer = await task
     content = base64.b64encode(b"video").decode()
     assert (status, answer) == (200, {"video_id": name, "video_bytes": content})
+    _, _, video = await jobs.request(f"/v1/videos/{name}")
+    expected = {"file_name": f"{name}.mp4", "media_type": "video/mp4", "quality": "default"}
+    assert {key: video[key] for key in expected} == expected
+    name, _, task = await begin_request(jobs, "/v1/videos/sync")
+    jobs.complete(name, 2.5, record=RECORD)
+    status, headers, answer = await task
+    expected = {"x-request-id": name, "x-model": "t2v-A14B", "x-inference-time-s": "2.500"}
+    expected |= {"x-stage-durations": json.dumps(RECORD["seconds"]), "x-peak-memory-mb": "5.0"}
+    assert (status, answer) == (200, b"video")
+    assert {key: headers[key] for key in expected} == expected
     await jobs.service.stop()
     status, headers, answer = await jobs.request("/v1/videos", {"prompt": PROMPT})
     assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "stopping", "30")

@@ -21,8 +21,8 @@ def split_host(text: str) -> tuple[str, str]:
     Equal hosts have equal names: in lower case, IP addresses without brackets and in one form.
     """
     match = _HOST.fullmatch(text.strip())
-    name, port = (text.strip(), "") if match is None else (match[1], match[2] or "")
-    name = name.lower().removeprefix("[").removesuffix("]").removesuffix(".")
+    name, port = (text.strip(), "") if match is None else (match[1].strip("[]"), match[2] or "")
+    name = name.lower().removesuffix(".")
     try:
         address = ipaddress.ip_address(name.partition("%")[0])
     except ValueError:
