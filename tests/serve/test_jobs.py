@@ -443,6 +443,34 @@ async def test_headers_that_http_requires(tmp_path: Path) -> None:
         assert (await jobs.request(f"{video_route}/content", **extra, **bearer))[2] == b"video"
 
 
+async def test_ranges_of_a_video(jobs: Jobs) -> None:
+    """RFC 9110, 14.2: invalid ranges, and ranges of other methods than GET, are ignored."""
+    name = await jobs.create()
+    jobs.complete(name)
+    path = f"/v1/videos/{name}/content"
+    expected = {
+        "bytes=0-1": (206, b"vi"),
+        "Bytes=-2": (206, b"eo"),
+        "bytes=1-": (206, b"ideo"),
+        "bytes=9-": (416, b""),
+        **dict.fromkeys(
+            ("bytes", "bytes=", "bytes=a-b", "bytes=3-1", "items=0-1"), (200, b"video")
+        ),
+        **dict.fromkeys(("bytes=--1", f"bytes={'9' * 5000}-", "bytes=0"), (200, b"video")),
+    }
+    answers = {}
+    for value in expected:
+        status, _, content = await jobs.request(path, Range=value)
+        answers[value] = status, content
+    assert answers == expected
+    status, headers, _ = await jobs.request(path, method="HEAD", Range="bytes=0-1")
+    assert (status, headers["content-length"]) == (200, "5")
+    name, _, task = await begin_request(jobs, "/v1/videos/sync", Range="bytes=0-1")
+    jobs.complete(name)
+    status, _, content = await task
+    assert (status, content) == (200, b"video")
+
+
 async def test_a_large_data_url_in_a_form(tmp_path: Path) -> None:
     url = f"data:image/png;base64,{base64.b64encode(bytes(2_000_000)).decode()}"
     part = '--edge\r\nContent-Disposition: form-data; name="{}"\r\n\r\n{}\r\n'

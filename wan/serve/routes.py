@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import os
+import re
 import stat
 from contextlib import suppress
 from importlib import resources
@@ -102,10 +103,7 @@ class Routes:
         if variant != "video":
             path, media_type = await self._load_picture(job, variant), "image/jpeg"
         status = self._stat_file(job, path)
-        if not request.headers.get("range", "bytes=").lower().startswith("bytes="):
-            request.scope["headers"] = [  # RFC 9110: an unknown unit is ignored
-                header for header in request.scope["headers"] if header[0] != b"range"
-            ]
+        _drop_ignored_range(request)
         answer = FileResponse(
             path,
             media_type=media_type,
@@ -170,6 +168,7 @@ class Routes:
         }
         path = self._service.files.video_path(job)
         status = self._stat_file(job, path)
+        _drop_ignored_range(request)
         return FileResponse(path, media_type="video/mp4", headers=headers, stat_result=status)
 
     async def generations(self, request: Request) -> Response:
@@ -262,6 +261,22 @@ class Routes:
             milliseconds = int(1000 * min(max(wait / 2, _POLL_SECONDS), 60))
             headers["openai-poll-after-ms"] = str(milliseconds)
         return JSONResponse(make_video_object(self._service, job), headers=headers)
+
+
+def _drop_ignored_range(request: Request) -> None:
+    """Removes a `Range` header that RFC 9110 ignores: of another method or unit, or invalid."""
+    match = re.fullmatch(r"bytes=(.*)", request.headers.get("range", ""), re.IGNORECASE)
+    ranges = match[1].split(",") if match is not None else []
+    if request.method == "GET" and ranges and all(map(_is_byte_range, ranges)):
+        return
+    headers = [header for header in request.scope["headers"] if header[0] != b"range"]
+    request.scope["headers"] = headers
+
+
+def _is_byte_range(text: str) -> bool:
+    """Returns whether a text is `FIRST-`, `FIRST-LAST` or `-COUNT`."""
+    match = re.fullmatch(r"\s*(?:(\d{1,18})-(\d{0,18})|-\d{1,18})\s*", text, re.ASCII)
+    return match is not None and (not match[1] or not match[2] or int(match[1]) <= int(match[2]))
 
 
 def _matches_etag(request: Request, etag: str) -> bool:
