@@ -36,7 +36,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 _OF_JOB = re.compile(r"/v1/videos/video_(r\d+)_")
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding"}  # headers not forwarded
-_OF_FRONT = _OF_CONNECTION | {"host", "content-length", "authorization"}
+_OF_FRONT = _OF_CONNECTION | {"host", "content-length", "authorization", "x-forwarded-host"}
 
 
 class Addresses:
@@ -86,6 +86,8 @@ class Replica:
         secret.write_text(key)
         command = [sys.executable, "-m", "wan.serve", "--host", host, "--port", str(port)]
         command += ["--name", self._name, "--journal", str(folder), "--api_key", str(secret)]
+        # Only the fronts, on any node, have the key.
+        command += ["--trusted_proxy", "0.0.0.0/0", "--trusted_proxy", "::/0"]
         command += ["--ranks", str(settings["ranks"]), "--", *shlex.split(settings["flags"])]
         self._service = subprocess.Popen(command, preexec_fn=_end_with_parent)
         self._url = f"http://{host}:{port}"
@@ -162,6 +164,7 @@ class Front:
         if name not in urls:
             return _make_unavailable_response("no replica is reachable")
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _OF_FRONT}
+        headers["X-Forwarded-Host"] = request.headers.get("host", "")
         url, body = f"{urls[name]}{request.url.path}", await request.body()
         answer = await self._client.request(
             request.method, url, params=request.query_params, data=body, headers=headers

@@ -55,6 +55,7 @@ class Jobs:
         key: str | None = None,
         flags: Sequence[str] = (),
         ranks: int = 1,
+        model_names: Sequence[str] = (),
         **guards: Any,
     ) -> None:
         """Opens the service. guards: Further arguments of `wan.serve.app.make_app`."""
@@ -67,6 +68,7 @@ class Jobs:
         service_kwargs: dict[str, Any] = {
             "limits": limits or Limits(),
             "on_event": metrics.count_event,
+            "model_names": model_names,
         }
         self.service = Service(settings, run, folder, ranks, **service_kwargs)
         self.app: ASGIApp = app.make_app(
@@ -79,9 +81,15 @@ class Jobs:
         body: Any = None,
         method: str | None = None,
         disconnected: asyncio.Event | None = None,
+        client: str | None = None,
         **headers: str,
     ) -> tuple[int, dict[str, str], Any]:
-        """Returns status, headers and content. disconnected: Set when the client disconnects."""
+        """Returns status, headers and content.
+
+        Args:
+            disconnected: Set when the client disconnects.
+            client: Address of the client.
+        """
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         request_headers = {"host": "localhost", "content-type": "application/json"} | {
             name.lower().replace("_", "-"): value for name, value in headers.items()
@@ -96,6 +104,7 @@ class Jobs:
             "headers": [(name.encode(), value.encode()) for name, value in request_headers.items()],
             "scheme": "http",
             "server": ("localhost", 80),
+            "client": None if client is None else (client, 1),
             "http_version": "1.1",
         }
         messages: list[Message] = []
@@ -136,8 +145,8 @@ class Jobs:
         job = self.service.journal.get(name)
         assert job is not None
         self.service._running[name] = job
-        self.service.video_path(job).write_bytes(b"video")
-        (self.service.job_folder(job) / "video.json").write_text(json.dumps(record))
+        self.service.files.video_path(job).write_bytes(b"video")
+        (self.service.files.job_folder(job) / "video.json").write_text(json.dumps(record))
         self.service._handle_message(
             {"is": "done", "job": name, "texts": [0, 1], "seconds": seconds, "loading": 0.0}
         )

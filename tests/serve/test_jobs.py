@@ -167,6 +167,16 @@ async def test_who_waits_gets_the_video_until_the_service_stops(jobs: Jobs) -> N
     status, _, answer = await task
     content = base64.b64encode(b"video").decode()
     assert (status, answer) == (200, {"video_id": name, "video_bytes": content})
+    _, _, video = await jobs.request(f"/v1/videos/{name}")
+    expected = {"file_name": f"{name}.mp4", "media_type": "video/mp4", "quality": "default"}
+    assert {key: video[key] for key in expected} == expected
+    name, _, task = await begin_request(jobs, "/v1/videos/sync")
+    jobs.complete(name, 2.5, record=RECORD)
+    status, headers, answer = await task
+    expected = {"x-request-id": name, "x-model": "t2v-A14B", "x-inference-time-s": "2.500"}
+    expected |= {"x-stage-durations": json.dumps(RECORD["seconds"]), "x-peak-memory-mb": "5.0"}
+    assert (status, answer) == (200, b"video")
+    assert {key: headers[key] for key in expected} == expected
     await jobs.service.stop()
     status, headers, answer = await jobs.request("/v1/videos", {"prompt": PROMPT})
     assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "stopping", "30")
@@ -347,10 +357,10 @@ def test_no_prompt_where_files_define_the_video(tmp_path: Path) -> None:
     tasks = {"s2v-14B": {"image": b"x", "audio": b"x"}, "animate-14B": {"src_pose": b"x"}}
     for task, files in tasks.items():
         of_task, _ = command._resolve_service_run(["--task", task], tmp_path, 1, 1)
-        fields.parse_request(files, of_task, task)
+        fields.parse_request(files, of_task, [task])
         for body in ({"prompt": ""} | files, {}, {"seed": 1}):
             with pytest.raises(InputError, match="prompt"):
-                fields.parse_request(body, of_task, task)
+                fields.parse_request(body, of_task, [task])
 
 
 async def test_guidance_of_each_expert(jobs: Jobs) -> None:
@@ -431,6 +441,34 @@ async def test_headers_that_http_requires(tmp_path: Path) -> None:
         assert (status, content) == (304, b"")
     for extra in extra_headers:
         assert (await jobs.request(f"{video_route}/content", **extra, **bearer))[2] == b"video"
+
+
+async def test_ranges_of_a_video(jobs: Jobs) -> None:
+    """RFC 9110, 14.2: invalid ranges, and ranges of other methods than GET, are ignored."""
+    name = await jobs.create()
+    jobs.complete(name)
+    path = f"/v1/videos/{name}/content"
+    expected = {
+        "bytes=0-1": (206, b"vi"),
+        "Bytes=-2": (206, b"eo"),
+        "bytes=1-": (206, b"ideo"),
+        "bytes=9-": (416, b""),
+        **dict.fromkeys(
+            ("bytes", "bytes=", "bytes=a-b", "bytes=3-1", "items=0-1"), (200, b"video")
+        ),
+        **dict.fromkeys(("bytes=--1", f"bytes={'9' * 5000}-", "bytes=0"), (200, b"video")),
+    }
+    answers = {}
+    for value in expected:
+        status, _, content = await jobs.request(path, Range=value)
+        answers[value] = status, content
+    assert answers == expected
+    status, headers, _ = await jobs.request(path, method="HEAD", Range="bytes=0-1")
+    assert (status, headers["content-length"]) == (200, "5")
+    name, _, task = await begin_request(jobs, "/v1/videos/sync", Range="bytes=0-1")
+    jobs.complete(name)
+    status, _, content = await task
+    assert (status, content) == (200, b"video")
 
 
 async def test_a_large_data_url_in_a_form(tmp_path: Path) -> None:

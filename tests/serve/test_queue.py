@@ -174,7 +174,7 @@ async def test_as_many_jobs_share_a_load_as_the_limit_says(waiting: int, tmp_pat
     others = [await jobs.create() for _ in range(waiting)]
     low = await jobs.create({"priority": -1})
     job = jobs.service.find_job(first)
-    jobs.service.video_path(job).write_bytes(b"video")
+    jobs.service.files.video_path(job).write_bytes(b"video")
     jobs.handle_rank_message("done", job=first, texts=[0, 1], seconds=10.0, loading=10.0)
     for name in [*others, low]:
         if jobs.get_state(name) == "in_progress":
@@ -255,7 +255,7 @@ def test_the_hash_separates_fields_and_contents() -> None:
 
 def write_attempt_files(jobs: Jobs, name: str) -> set[str]:
     """Writes the files of an attempt and an upload; returns the names of those a retry keeps."""
-    folder = jobs.service.job_folder(jobs.service.find_job(name))
+    folder = jobs.service.files.job_folder(jobs.service.find_job(name))
     kept_files = ("upload-image", "video.clips/0001.mp4", "video.clips/0001.safetensors")
     for file in (*kept_files, "video.json", "video.1.latents.safetensors", ".host-12-video.mp4"):
         (folder / file).parent.mkdir(exist_ok=True)
@@ -361,7 +361,7 @@ async def test_jobs_that_lost_memory_are_made_one_by_one(tmp_path: Path) -> None
     first = await jobs.create()
     both = [await jobs.create() for _ in range(2)]
     job = jobs.service.find_job(first)
-    jobs.service.video_path(job).write_bytes(b"video")
+    jobs.service.files.video_path(job).write_bytes(b"video")
     jobs.handle_rank_message("done", job=first, texts=[0, 1], seconds=10.0, loading=10.0)
     assert list_group_ids(ranks)[1:] == [both]
     jobs.handle_rank_message("ended", code="out_of_memory", message="No memory is left.")
@@ -381,7 +381,7 @@ async def test_a_remix_of_a_long_video_has_as_many_clips(tmp_path: Path) -> None
     assert remix["num_frames"] == (await jobs.request(f"/v1/videos/{name}"))[2]["num_frames"]
     job = jobs.service.find_job(remix["id"])
     assert (job.settings["prompt"], job.settings["num_clip"]) == ("d", 3)
-    assert jobs.service.upload_path(job, "image").read_bytes() == make_picture(200)
+    assert jobs.service.files.upload_path(job, "image").read_bytes() == make_picture(200)
 
 
 async def test_a_remix_has_the_priority_and_the_settings_of_the_other(jobs: Jobs) -> None:

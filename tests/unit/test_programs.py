@@ -43,6 +43,7 @@ NUMBERS = {  # module -> options with a number | other required arguments
     "benchmarks.residency": "--layers --limit --lora",
     "benchmarks.service": "--rounds --videos",
     "benchmarks.service_connections": "--connections --seconds",
+    "benchmarks.service_history": "--videos --rounds",
     "benchmarks.service_soak": "--minutes --jobs --seed --ranks --kill_every",
     "benchmarks.step_cache": "--ranks --grid --rounds",
     "benchmarks.trace_overhead": "--tokens --heads --layers --rounds",
@@ -68,8 +69,8 @@ NUMBERS = {  # module -> options with a number | other required arguments
 }
 WITH_JSON = """
     against attention_modes changes clip diffusers_parallel dit_forward limited_link long_videos
-    plan_memory powercap_gpu residency service service_connections service_soak step_cache
-    trace_overhead traffic vace vae
+    plan_memory powercap_gpu residency service service_connections service_history service_soak
+    step_cache trace_overhead traffic vace vae
 """
 OUTPUTS = {  # module -> options that name a file | other required arguments
     **{f"benchmarks.{name}": "--json" for name in WITH_JSON.split()},

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from wan.app import failures, resolve
 from wan.app.flag_parser import Parser, parse_flags
 from wan.app.programs import make_argument_type
+from wan.serve.addresses import read_model_name, read_network, read_origin
 from wan.serve.folders import NAME_LENGTH, check_journal_folder
 from wan.settings.command import PlanOptions, PromptFileOptions, ResumeOptions
 from wan.settings.errors import InputError, get_exit_code
@@ -103,6 +104,27 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="further host name that requests may use; repeatable",
+    )
+    add(
+        "--origin",
+        type=make_argument_type(read_origin),
+        action="append",
+        default=[],
+        help="site whose pages may use the service, such as https://video.example; repeatable",
+    )
+    add(
+        "--trusted_proxy",
+        type=make_argument_type(read_network),
+        action="append",
+        default=[],
+        help="address or network of a proxy whose X-Forwarded-Host is believed; repeatable",
+    )
+    add(
+        "--served_model_name",
+        type=make_argument_type(read_model_name),
+        action="append",
+        default=[],
+        help="further name of the model in requests; the first one is in responses; repeatable",
     )
 
 

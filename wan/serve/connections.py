@@ -375,6 +375,7 @@ def make_server(app: _App, connections: Connections) -> uvicorn.Server:
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=5,
         access_log=False,
+        proxy_headers=False,  # `Guard` reads them, from --trusted_proxy only
     )
     _limit_library_logs()
     return uvicorn.Server(config)

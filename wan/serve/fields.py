@@ -7,7 +7,7 @@ import binascii
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +15,102 @@ from wan.app.run import PATH_SETTINGS, Run
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import FLAG_ALIASES, FLAGS, check_exclusive_settings, read_settings
-from wan.settings.values import format_value, integer, read_image_files, read_path, real
+from wan.settings.values import (
+    format_value,
+    integer,
+    join_with_or,
+    read_image_files,
+    read_path,
+    real,
+)
 from wan.settings.video_options import INPUT_OPTIONS, MAX_REFERENCE_IMAGES
 
-FIELD_TO_SETTING = {
-    "num_frames": "frame_num",
-    "num_inference_steps": "sample_steps",
-    "flow_shift": "sample_shift",
-    "seed": "base_seed",
-    "input_reference": "image",
-    **FLAG_ALIASES,
+ANY = object()
+"""In `ApiField.accepted`: every text, number and switch."""
+_OFF = (False, 0, "no", "off")
+_OTHER_MODELS = "is for other models"
+_NO_PATHS = "requests cannot name files of the server"
+
+
+@dataclass(frozen=True)
+class ApiField:
+    """A field of another video API.
+
+    Attributes:
+        setting: The setting with this meaning; "": none.
+        accepted: Values that change nothing and are ignored.
+        why, remedy: End of the sentence that refuses all other values.
+    """
+
+    setting: str = ""
+    accepted: tuple[Any, ...] = ()
+    why: str = ""
+    remedy: str = "leave it out"
+
+
+API_FIELDS = {
+    # other names of settings
+    "num_frames": ApiField("frame_num"),
+    "num_inference_steps": ApiField("sample_steps"),
+    "flow_shift": ApiField("sample_shift"),
+    "seed": ApiField("base_seed"),
+    "input_reference": ApiField("image"),
+    "image_reference": ApiField("image"),
+    "reference_url": ApiField("image"),
+    "input_references": ApiField("src_ref_images"),
+    "video_reference": ApiField("src_video"),
+    "video_url": ApiField("src_video"),
+    "audio_reference": ApiField("audio"),
+    **{alias: ApiField(name) for alias, name in FLAG_ALIASES.items()},
+    # what every request of this service does, or what has no meaning here
+    "n": ApiField("", (1,), "asks for several videos", "send several requests"),
+    "num_outputs_per_prompt": ApiField(
+        "", (1,), "asks for several videos", "send several requests"
+    ),
+    "user": ApiField("", (ANY,), "must be text"),
+    "return_stage_metrics": ApiField("", (ANY,), "must be true or false"),
+    "stream": ApiField("", _OFF, "is not supported", "poll the video"),
+    "generator_device": ApiField(
+        "", ("cpu", "cuda", "gpu", "npu"), "is no device", "noise_device is set at the start"
+    ),
+    "quality": ApiField("", ("default", "standard", "auto"), "cannot be chosen for one video"),
+    "output_quality": ApiField("", ("default", "auto"), "cannot be chosen for one video"),
+    "output_compression": ApiField("", (), "cannot be chosen for one video"),
+    "max_sequence_length": ApiField("", (512,), "differs from the 512 tokens of the text encoder"),
+    "true_cfg_scale": ApiField("", (0, 1), _OTHER_MODELS, "give guidance_scale"),
+    "start_time_seconds": ApiField("", (0,), _OTHER_MODELS),
+    "diffusers_kwargs": ApiField("", ({},), "is for diffusers' pipelines"),
+    # switches, and the parameters of a feature that is off
+    "enable_teacache": ApiField("", _OFF, "is chosen when the service starts, by step_cache"),
+    "enable_frame_interpolation": ApiField("", _OFF, "is not supported", "give a higher fps"),
+    "frame_interpolation_exp": ApiField("", (ANY,), "must be a number"),
+    "frame_interpolation_scale": ApiField("", (ANY,), "must be a number"),
+    "frame_interpolation_model_path": ApiField("", (ANY,), "must be text"),
+    "enable_upscaling": ApiField("", _OFF, "is not supported", "give a larger size"),
+    "upscaling_scale": ApiField("", (ANY,), "must be a number"),
+    "upscaling_model_path": ApiField("", (ANY,), "must be text"),
+    "generate_sound": ApiField("", _OFF, "is not supported"),
+    "sound_duration": ApiField("", (ANY,), "must be a number"),
+    # refused
+    "lora": ApiField("", ({},), "is loaded when the service starts"),
+    "loras": ApiField("", ([],), "are loaded when the service starts"),
+    "aspect_ratio": ApiField("", (), "leaves the size open", "give size, or width and height"),
+    "short_edge": ApiField("", (), "leaves the size open", "give size, or width and height"),
+    "control_type": ApiField("", (), _OTHER_MODELS, "upload src_video"),
+    "control_reference": ApiField("", (), _OTHER_MODELS, "upload src_video"),
+    "latent_path": ApiField("", (), "is not allowed", f"{_NO_PATHS}; give a seed"),
+    "output_path": ApiField("", (), "is not allowed", _NO_PATHS),
+    "perf_dump_path": ApiField("", (), "is not allowed", _NO_PATHS),
+    "video_path": ApiField("", (), "is not allowed", "upload src_video"),
+    "save_file": ApiField(
+        "", (), "is not allowed", "the video is fetched from /v1/videos/{id}/content"
+    ),
 }
-"""Field name of OpenAI's, vllm-omni's or MLPerf's API -> setting."""
+"""Fields of OpenAI's, vllm-omni's, SGLang's and MLPerf's APIs that are no setting's name."""
+FIELD_TO_SETTING = {key: field.setting for key, field in API_FIELDS.items() if field.setting}
+"""Field name of another API -> setting."""
+BLOCKS = ("extra_body", "extra_json", "extra_params", "video_params")
+"""Fields whose values are JSON objects of further fields."""
 FOLDER = "src_root_path"
 """Setting whose value is a folder of uploaded files."""
 PICTURES = "src_ref_images"
@@ -38,16 +122,21 @@ UPLOADS = tuple(
     if flag.reader in (read_path, read_image_files) and name != FOLDER
 )
 """Settings whose values are uploaded files."""
+JSON_FIELDS = frozenset(
+    (*BLOCKS, *UPLOADS, "lora", *(k for k, name in FIELD_TO_SETTING.items() if name in UPLOADS))
+)
+"""Fields whose value in a form may be the text of a JSON object or list."""
+LIST_FIELDS = tuple(
+    key for key in (PICTURES, *API_FIELDS) if PICTURES in (key, FIELD_TO_SETTING.get(key))
+)
+"""Fields that a form may repeat."""
 _GUIDANCE = ("guidance_high", "guidance_low")
-_API_FIELDS = (
-    *("model", "seconds", "boundary_ratio", "priority"),
+_COMPUTED_FIELDS = (
+    *("model", "seconds", "boundary_ratio", "priority", "width", "height"),
     *("guidance_scale", "guidance_scale_2", *_GUIDANCE),
 )
-_REFUSED_FIELDS = {
-    "latent_path": "requests cannot name files of the server; give a seed",
-    "save_file": "the video is fetched from /v1/videos/{id}/content",
-}
-_DATA_URL = re.compile(r"data:[\w.+/-]+;base64,", re.ASCII)
+_URL_KEYS = ("image_url", "video_url", "audio_url", "url")
+_DATA_URL = re.compile(r"data:[\w.+/-]*(;[\w.+=-]+)*;base64,", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -77,13 +166,14 @@ def make_field_naming(names: Mapping[str, str]) -> FlagNaming:
     return FlagNaming(lambda name, value: name if value is None else f"{name} {value}", names)
 
 
-def parse_request(body: Mapping[str, Any], run: Run, model: str) -> ParsedRequest:
+def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> ParsedRequest:
     """Parses the fields of a request.
 
     Args:
         body: Field -> text, number, JSON value, the bytes of an uploaded file, or a list of these.
+            null: as if left out, except for the prompt.
         run: The run that the ranks were started with.
-        model: The name of the loaded model.
+        models: The names of the loaded model.
 
     Raises:
         InputError: A field is unknown, given twice, or does not fit the loaded model.
@@ -94,23 +184,18 @@ def parse_request(body: Mapping[str, Any], run: Run, model: str) -> ParsedReques
     api_fields: dict[str, Any] = {}
     task = run.params.task
     folder_files = {key: f"{FOLDER}/{name}" for key, name in task.upload_names.items()}
-    for key, value in body.items():
-        key, value = _unwrap_image_url(key, value)
-        has_clip_prompts = key == "prompt" and isinstance(value, list)
-        name = "clip_prompts" if has_clip_prompts else FIELD_TO_SETTING.get(key, key)
-        if key in _REFUSED_FIELDS:
-            raise InputError(key, why="is not allowed", remedy=_REFUSED_FIELDS[key])
+    for key, value in _merge_blocks(body).items():
+        key, value = _unwrap_url(key, value)
+        name = _find_setting(key, value, run.setup.preset.task)
         if name in names:
             why = f"means the same as {names[name]}"
             raise InputError(key, why=why, remedy="give one of them")
-        if key in _API_FIELDS:
+        if key in _COMPUTED_FIELDS:
             api_fields[key] = value
+        elif key in API_FIELDS and not API_FIELDS[key].setting:
+            _check_api_field(key, value)
         elif name == PICTURES and isinstance(value, list):
-            if len(value) > MAX_REFERENCE_IMAGES:  # before any picture is decoded
-                why = f"has {len(value)} pictures, and at most {MAX_REFERENCE_IMAGES} are allowed"
-                raise InputError(key, why=why, remedy="choose some of them")
-            for index, picture in enumerate(value):
-                files[f"{PICTURES}/{index:03}"] = _decode_upload(*_unwrap_image_url(key, picture))
+            files |= _decode_pictures(key, value)
         elif name in UPLOADS or name in folder_files:
             files[folder_files.get(name, name)] = _decode_upload(key, value)
         elif name not in FLAGS or (
@@ -127,9 +212,9 @@ def parse_request(body: Mapping[str, Any], run: Run, model: str) -> ParsedReques
         names[name] = key
     try:
         _check_prompts(settings, files, task.uploads_without_prompt)
-        priority = _apply_api_fields(api_fields, settings, run, model)
-        if "size" in settings:
-            settings["size"] = str(settings["size"]).replace("x", "*")
+        priority = _apply_api_fields(api_fields, settings, run, models)
+        _apply_size(api_fields, settings)
+        _normalize_seed(settings)
         check_exclusive_settings(read_settings(settings))
     except InputError as error:
         error.naming = make_field_naming(names)
@@ -160,20 +245,84 @@ def _check_prompts(
         check_prompt(prompt)
 
 
-def _unwrap_image_url(key: str, value: Any) -> tuple[str, Any]:
+def _normalize_value(value: Any) -> object:
+    """Returns a value in a form that is equal for equal values of forms and of JSON."""
+    text = str(value).strip().lower()
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _merge_blocks(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a body and of the objects in it, without those that are null."""
+    merged: dict[str, Any] = {}
+    for key, value in body.items():
+        if value is None and key != "prompt":
+            continue
+        if key in BLOCKS and not isinstance(value, Mapping):
+            raise InputError(key, why="must be a JSON object")
+        for name, inner in (_merge_blocks(value) if key in BLOCKS else {key: value}).items():
+            if name in merged and _normalize_value(merged[name]) != _normalize_value(inner):
+                raise InputError(name, why="is given twice", remedy="give it once")
+            merged[name] = inner
+    if merged.get("size") == "":  # SGLang's default
+        del merged["size"]
+    return merged
+
+
+def _find_setting(key: str, value: Any, task: str) -> str:
+    """Returns the name of the setting of a field, or the field's name."""
+    if key == "prompt" and isinstance(value, list):
+        return "clip_prompts"
+    name = FIELD_TO_SETTING.get(key, key)
+    is_one = not isinstance(value, list) or len(value) == 1
+    if key == "input_references" and is_one and task not in FLAGS[PICTURES].tasks:
+        return "image"
+    return name
+
+
+def _check_api_field(key: str, value: Any) -> None:
+    """Refuses a value of a field that has no setting, unless it changes nothing."""
+    row = API_FIELDS[key]
+    is_scalar = isinstance(value, str | int | float)
+    if ANY in row.accepted and is_scalar:
+        return
+    if _normalize_value(value) not in map(_normalize_value, row.accepted):
+        raise InputError(key, format_value(value), row.why, row.remedy)
+
+
+def _unwrap_url(key: str, value: Any) -> tuple[str, Any]:
     """Unwraps a field NAME[image_url], or a value {"image_url": ...}."""
-    match = re.fullmatch(r"(\w+)\[image_url\]", key)
-    if match is not None:
+    match = re.fullmatch(r"(\w+)\[(\w+)\]", key)
+    if match is not None and match[2] in _URL_KEYS:
         return match[1], value
-    if isinstance(value, Mapping) and {*value} == {"image_url"}:
-        return key, value["image_url"]
+    if isinstance(value, Mapping) and len(value) == 1 and {*value} <= {*_URL_KEYS}:
+        return key, next(iter(value.values()))
     return key, value
+
+
+def _decode_pictures(key: str, pictures: Sequence[Any]) -> dict[str, bytes]:
+    """Returns the content of several pictures by the name of their file."""
+    if len(pictures) > MAX_REFERENCE_IMAGES:  # before any picture is decoded
+        why = f"has {len(pictures)} pictures, and at most {MAX_REFERENCE_IMAGES} are allowed"
+        raise InputError(key, why=why, remedy="choose some of them")
+    return {
+        f"{PICTURES}/{index:03}": _decode_upload(key, picture)
+        for index, picture in enumerate(pictures)
+    }
 
 
 def _decode_upload(key: str, value: Any) -> bytes:
     """Returns the content of an uploaded file or of a data URL."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    _, value = _unwrap_url(key, value)
     if isinstance(value, bytes):
         return value
+    if isinstance(value, Mapping) and "file_id" in value:
+        why = "has a file_id, and the service stores no files"
+        raise InputError(key, why=why, remedy="send the file or a base64 data URL")
     prefix = _DATA_URL.match(value) if isinstance(value, str) else None
     if prefix is None:
         raise InputError(key, why="must be an uploaded file or a base64 data URL")
@@ -196,11 +345,12 @@ def _equals_current_value(name: str, value: Any, run: Run) -> bool:
 
 
 def _apply_api_fields(
-    api_fields: Mapping[str, Any], settings: dict[str, Any], run: Run, model: str
+    api_fields: Mapping[str, Any], settings: dict[str, Any], run: Run, models: Sequence[str]
 ) -> int:
     """Converts API fields to settings, in place; returns the priority."""
-    if api_fields.get("model", model) != model:
-        raise InputError("model", format_value(api_fields["model"]), f"is not loaded; {model} is")
+    if api_fields.get("model", models[0]) not in models:
+        why = f"is not loaded; {join_with_or(models)} is"
+        raise InputError("model", format_value(api_fields["model"]), why)
     if "boundary_ratio" in api_fields:
         boundary = run.params.boundary
         if real(0, 1)("boundary_ratio", api_fields["boundary_ratio"]) != boundary:
@@ -227,6 +377,32 @@ def _apply_api_fields(
             )
     _apply_guidance_fields(api_fields, settings, run)
     return int(integer(-100, 100)("priority", api_fields.get("priority", 0)))
+
+
+def _apply_size(api_fields: Mapping[str, Any], settings: dict[str, Any]) -> None:
+    """Writes `size` as WIDTH*HEIGHT, from `size` or from `width` and `height`, in place."""
+    if "size" in settings:
+        settings["size"] = str(settings["size"]).replace("x", "*")
+    sides = {name: api_fields[name] for name in ("width", "height") if name in api_fields}
+    if len(sides) == 1:
+        (name,) = sides
+        raise InputError(name, why="is one of two sides", remedy="give width and height")
+    if sides:
+        size = "*".join(str(integer(1, 100_000)(name, side)) for name, side in sides.items())
+        if settings.setdefault("size", size) != size:
+            why = f"and size {format_value(settings['size'])} differ"
+            raise InputError("width", why=why, remedy="give one of them")
+
+
+def _normalize_seed(settings: dict[str, Any]) -> None:
+    """Converts the seed to a number, in place; removes a negative one, which means random."""
+    seed = settings.get("base_seed")
+    if isinstance(seed, list) and len(seed) == 1:  # SGLang's requests have one per output
+        seed = seed[0]
+    if "base_seed" in settings:
+        settings["base_seed"] = FLAGS["base_seed"].reader("`base_seed`", seed)
+        if settings["base_seed"] < 0:
+            del settings["base_seed"]
 
 
 def _apply_guidance_fields(

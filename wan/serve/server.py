@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from wan.app.run import Run
 from wan.serve import app
+from wan.serve.addresses import is_local
 from wan.serve.connections import (
     Connections,
     LimitedSocket,
@@ -55,7 +56,7 @@ def make_nodes(count: int, address: str | None) -> Nodes:
 def read_api_key(path: Path | None, host: str) -> str | None:
     """Reads the API key; returns None where none is needed."""
     if path is None:
-        if not app.is_local(host):
+        if not is_local(host):
             why = "is reachable from other machines"
             raise InputError(f"--host {host}", None, why, "add --api_key FILE")
         return None
@@ -109,9 +110,19 @@ def serve_requests(
     clients = Connections(compute_max_connections(options.ranks))
     sockets, lock = _bind_and_lock(options, clients)
     metrics, journal, name = Metrics(), options.journal, options.name
-    service_args = (journal, options.ranks, nodes, name, _make_limits(options), metrics.count_event)
+    names = options.served_model_name
     try:
-        service = Service(user_settings, run, *service_args)
+        service = Service(
+            user_settings,
+            run,
+            journal,
+            options.ranks,
+            nodes,
+            name,
+            names,
+            _make_limits(options),
+            metrics.count_event,
+        )
     except sqlite3.Error as error:
         why, remedy = f"has a damaged journal.sqlite ({error})", "move it away, or give another one"
         raise InputError(f"--journal {journal}", None, why, remedy) from error
@@ -120,6 +131,8 @@ def serve_requests(
         metrics,
         host=options.host,
         names=options.host_name,
+        origins=options.origin,
+        proxies=options.trusted_proxy,
         api_key=key,
         most_bytes=options.max_body * 1_000_000,
         is_busy=lambda: clients.is_busy,
@@ -127,7 +140,8 @@ def serve_requests(
     for signum in (signal.SIGINT, signal.SIGTERM):  # uvicorn re-raises them after shutdown
         signal.signal(signum, lambda *_: None)
     port = sockets[0].getsockname()[1]
-    logger.info("Serving %s at http://%s:%d", service.model, options.host, port)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    logger.info("Serving %s at http://%s:%d", service.models[0], host, port)
     server = make_server(application, clients)
     with lock, suppress(KeyboardInterrupt):
         server.run([*sockets])

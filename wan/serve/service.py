@@ -15,26 +15,19 @@ from typing import Any
 
 from wan.app import resolve
 from wan.app.run import Run
-from wan.checkpoint.headers import read_json
 from wan.pipeline import memory_estimate
 from wan.serve import fields, records
 from wan.serve.estimates import Estimates
 from wan.serve.fields import ParsedRequest
-from wan.serve.folders import (
-    JOB_ID,
-    UPLOAD_KIND,
-    UPLOAD_PREFIX,
-    remove_job_files,
-    remove_orphaned_folders,
-)
+from wan.serve.folders import JOB_ID, remove_orphaned_folders
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
+from wan.serve.job_files import JobFiles
 from wan.serve.journal import MAX_ATTEMPTS, Journal, ServiceJob
 from wan.serve.journal_file import JournalError
 from wan.serve.repeats import RefusedError, RepeatedRequests, hash_request
 from wan.serve.waiters import Waiters
 from wan.settings.errors import InputError, is_disk_full, name_settings
 from wan.settings.flags import read_settings
-from wan.utils.files import write_output
 from wan.utils.log import logger
 
 _MAX_SAMPLES = 200  # completed jobs from which durations are estimated
@@ -69,8 +62,9 @@ class Service:
     """The jobs of one group of ranks; all methods are called in one event loop.
 
     Attributes:
+        files: The files of the jobs.
         startup_run: The run that the ranks were started with.
-        model: Name of the model in the HTTP interface.
+        models: Names of the model in the HTTP interface; the first is that of responses.
         stopping: Whether the service is stopping and refuses requests.
     """
 
@@ -82,6 +76,7 @@ class Service:
         ranks: int,
         nodes: Nodes = ONE_NODE,
         replica_name: str = "",
+        model_names: Sequence[str] = (),
         limits: Limits = Limits(),
         on_event: Callable[[str, ServiceJob | None, dict[str, Any]], None] = lambda *_: None,
     ) -> None:
@@ -93,14 +88,16 @@ class Service:
             folder: Folder of the journal and the jobs' files.
             ranks: Number of ranks on all machines.
             replica_name: Part of its jobs' ids.
+            model_names: Further names of the model; the last one is its task.
             on_event: Called with each event, its job and its record, for metrics.
         """
-        self.startup_run, self.model, self.stopping = run, run.setup.preset.task, False
+        self.startup_run, self.stopping = run, False
+        self.models = tuple(dict.fromkeys((*model_names, run.setup.preset.task)))
         self.limits, self._replica_name = limits, replica_name
-        self._on_event, self._jobs = on_event, folder / "jobs"
-        self._jobs.mkdir(parents=True, exist_ok=True)
+        jobs, self._on_event = folder / "jobs", on_event
+        self.files = JobFiles(jobs)
         self.journal = Journal(folder / "journal.sqlite")
-        records.restore_finished_jobs(self._jobs, self.journal)
+        records.restore_finished_jobs(jobs, self.journal)
         timeout = 60 * run.setup.parallel.dist_timeout
         self.rank_group = RankGroup(
             user_settings,
@@ -122,10 +119,10 @@ class Service:
         self._change_event, self._admission_lock = asyncio.Event(), asyncio.Lock()
         self._resolve_settings = resolve.make_line_resolver(user_settings)
         for job in self.journal.requeue_interrupted():
-            self._remove_attempt_files(job, keep_clips=False)
+            self.files.remove_attempt(job, keep_clips=False)
         for job in self.journal.list_in_state("queued"):
-            self._remove_attempt_files(job)
-        remove_orphaned_folders(self._jobs, self.journal.get_state)
+            self.files.remove_attempt(job)
+        remove_orphaned_folders(jobs, self.journal.get_state)
 
     # Requests.
 
@@ -176,15 +173,12 @@ class Service:
 
     def _copy_request(self, job: ServiceJob, prompt: str) -> ParsedRequest:
         """Returns the request of a job with another prompt."""
-        folder, files = self.job_folder(job), {}
-        for path in folder.rglob("*"):
-            name = str(path.relative_to(folder))
-            if name.startswith(UPLOAD_PREFIX) and path.is_file():
-                files[name.removeprefix(UPLOAD_PREFIX)] = path.read_bytes()
         settings = {name: x for name, x in job.settings.items() if name != "clip_prompts"}
         if "clip_prompts" in job.settings:
             settings["num_clip"] = len(job.settings["clip_prompts"])
-        return ParsedRequest(settings | {"prompt": prompt}, files, job.priority, job.names)
+        return ParsedRequest(
+            settings | {"prompt": prompt}, self.files.read_uploads(job), job.priority, job.names
+        )
 
     async def _admit_or_record_failure(
         self,
@@ -219,7 +213,7 @@ class Service:
         if is_running:  # the ranks still write to its folder
             self.rank_group.cancel(job.id)
         else:
-            self._remove_job_folder(job)
+            self.files.remove_all(job)
         self._on_event("deleted", job, {})
         self._signal_change()
 
@@ -229,26 +223,6 @@ class Service:
         if job is None:
             raise RefusedError(f"There is no video {job_id[:100]!r}.", 404, "not_found", "video_id")
         return self._running.get(job.id, job)
-
-    def job_folder(self, job: ServiceJob) -> Path:
-        """Returns the folder of a job's files."""
-        return self._jobs / job.id
-
-    def upload_path(self, job: ServiceJob, upload_name: str) -> Path:
-        """Returns the path of an uploaded file of a job."""
-        return self.job_folder(job) / f"{UPLOAD_PREFIX}{upload_name}"
-
-    def video_path(self, job: ServiceJob) -> Path:
-        """Returns the path of a job's video."""
-        return self.job_folder(job) / "video.mp4"
-
-    def read_record(self, job: ServiceJob) -> dict[str, Any]:
-        """Reads the record of a finished video; returns {} if it is missing or damaged."""
-        try:
-            return read_json(self.job_folder(job) / "video.json")
-        except InputError as error:
-            logger.debug("%s has no record (%s)", job.id, error)
-            return {}
 
     async def wait_for_change(self) -> None:
         """Waits for the next change of any job."""
@@ -302,7 +276,7 @@ class Service:
             if job.state == "in_progress":
                 attempt = max(job.attempt - 1, 0)
                 self.journal.update_job(job, state="queued", done=0, attempt=attempt)
-                self._remove_attempt_files(job)
+                self.files.remove_attempt(job)
 
     def _handle_message(self, message: dict[str, Any]) -> None:
         """Handles a message of the ranks."""
@@ -344,8 +318,8 @@ class Service:
             changes = {"state": "in_progress", "started": now, "attempt": job.attempt + 1}
             self.journal.update_job(job, **changes, done=0)
             self._running[job.id] = job
-            files = self._list_uploads(job)
-            file = str(self.video_path(job).absolute())
+            files = self.files.list_uploads(job)
+            file = str(self.files.video_path(job).absolute())
             commands.append({"job": job.id, "settings": job.settings | files, "file": file})
         self.rank_group.make_videos(commands, {job.id: job.shape for job in chosen})
 
@@ -377,24 +351,24 @@ class Service:
             prompt_counts: Number of prompts with cached embeddings, and number of all prompts.
             seconds: Duration of the job if run alone.
         """
-        if job.state == "deleted" or not self.video_path(job).exists():
+        if job.state == "deleted" or not self.files.video_path(job).exists():
             self._end_without_video(job, "internal_error", "The file of the video is missing.")
             return
         del self._running[job.id]
-        num_bytes = sum(path.stat().st_size for path in self.job_folder(job).rglob("*"))
+        num_bytes = self.files.count_bytes(job)
         changes = {"state": "completed", "ended": time.time(), "seconds": seconds}
         self.journal.update_job(job, **changes, done=job.total, bytes=num_bytes)
         self._estimates.add(job)
-        self._on_event("completed", job, self.read_record(job) | {"texts": prompt_counts})
+        self._on_event("completed", job, self.files.read_record(job) | {"texts": prompt_counts})
         self._start_next_jobs()
 
     def _end_without_video(self, job: ServiceJob, code: str, message: str) -> None:
         """Ends a job that has failed or was deleted, and starts the next jobs."""
         self._running.pop(job.id, None)
         if job.state == "deleted":
-            self._remove_job_folder(job)
+            self.files.remove_all(job)
         else:
-            self._remove_attempt_files(job, keep_clips=False)
+            self.files.remove_attempt(job, keep_clips=False)
             if code == "out_of_memory":
                 message = f"{message} {self._describe_planned_memory(job)}".strip()
             error = {"code": code, "message": message}
@@ -411,11 +385,11 @@ class Service:
         for job in jobs:
             is_cause = message["code"] in ("out_of_memory", "disk_full") and len(jobs) == 1
             if job.state == "deleted":
-                self._remove_job_folder(job)
+                self.files.remove_all(job)
             elif is_cause or job.attempt >= MAX_ATTEMPTS:
                 self._end_without_video(job, message["code"], message["message"])
             else:
-                self._remove_attempt_files(job)
+                self.files.remove_attempt(job)
                 self.journal.update_job(job, state="queued", done=0)
 
     def _signal_change(self) -> None:
@@ -447,14 +421,14 @@ class Service:
             {"base_seed": random.SystemRandom().randrange(10**10)} | parsed_request.settings,
             priority=parsed_request.priority,
             created=time.time(),
-            model=self.model,
+            model=self.models[0],
             remixed_from=remixed_from,
             digest=digest,
             key=key,
             names=parsed_request.names,
         )
         try:
-            await asyncio.to_thread(self._write_uploads, job, parsed_request.files)
+            await asyncio.to_thread(self.files.write_uploads, job, parsed_request.files)
             run = await asyncio.to_thread(self._resolve_run, job)
             job.set_sizes(run)
             job.bytes = sum(map(len, parsed_request.files.values()))
@@ -466,7 +440,7 @@ class Service:
                     await self.journal.add(job)
         except BaseException as error:
             refusal = self._make_refusal(error, job) if isinstance(error, InputError) else None
-            self._remove_job_folder(job)
+            self.files.remove_all(job)
             if refusal is not None:
                 raise refusal from error
             if isinstance(error, JournalError):
@@ -475,7 +449,7 @@ class Service:
                 raise self._make_disk_full_refusal() from error
             raise
         if earlier is not None:
-            self._remove_job_folder(job)
+            self.files.remove_all(job)
             return earlier, True
         self._on_event("created", job, {})
         self._start_next_jobs()
@@ -491,16 +465,10 @@ class Service:
             message = f"The queue is full with {waiting} jobs; try later."
             raise RefusedError(message, 429, "queue_full", retry_after=self.estimate_wait() or 30)
 
-    def _write_uploads(self, job: ServiceJob, files: Mapping[str, bytes]) -> None:
-        self.job_folder(job).mkdir()
-        for name, content in files.items():
-            with write_output(self.upload_path(job, name), UPLOAD_KIND) as temporary:
-                temporary.write_bytes(content)
-
     def _resolve_run(self, job: ServiceJob) -> Run:
         """Resolves the run of a job as the ranks will, and checks the limits."""
         with name_settings(fields.make_field_naming(job.names)):
-            settings = read_settings(job.settings | self._list_uploads(job))
+            settings = read_settings(job.settings | self.files.list_uploads(job))
             run = self._resolve_settings(settings)
         params = run.params
         prompts = params.clip_prompts or (params.prompt,)
@@ -525,23 +493,12 @@ class Service:
     def _make_refusal(self, error: InputError, job: ServiceJob) -> RefusedError:
         """Returns the refusal of a request with field names for uploaded files' paths."""
         message = str(error)
-        for name in self._list_uploads(job):
-            path = str(self.upload_path(job, name).absolute())
+        for name in self.files.list_uploads(job):
+            path = str(self.files.upload_path(job, name).absolute())
             message = message.replace(path, f"the uploaded {job.names.get(name, name)}")
         match = re.match(r"`(\w+)`", error.what)
         param = job.names.get(match[1], match[1]) if match else None
         return RefusedError(message, param=param)
-
-    def _list_uploads(self, job: ServiceJob) -> dict[str, str | list[str]]:
-        """Returns the paths of a job's uploads by setting: a folder, a file, or several files."""
-        paths: dict[str, str | list[str]] = {}
-        for name in (*fields.UPLOADS, fields.FOLDER):
-            path = self.upload_path(job, name).absolute()
-            if path.is_dir() and name != fields.FOLDER:
-                paths[name] = [str(file) for file in sorted(path.iterdir())]
-            elif path.exists():
-                paths[name] = str(path)
-        return paths
 
     def _describe_planned_memory(self, job: ServiceJob) -> str:
         """Returns a sentence with the planned peak memory of a job; "" if planning fails."""
@@ -555,22 +512,6 @@ class Service:
             logger.debug("no plan", exc_info=True)
             return ""
 
-    def _remove_job_folder(self, job: ServiceJob) -> None:
-        remove_job_files(self.job_folder(job))
-
-    def _remove_attempt_files(self, job: ServiceJob, keep_clips: bool = True) -> None:
-        """Removes the files of an attempt; uploaded files stay.
-
-        Args:
-            keep_clips: Whether finished clips stay, with which the next attempt continues.
-        """
-
-        def keep(name: str) -> bool:
-            is_clip = keep_clips and Path(name.partition("/")[0]).suffix == ".clips"
-            return name.startswith(UPLOAD_PREFIX) or is_clip
-
-        remove_job_files(self.job_folder(job), keep)
-
     async def _delete_old_jobs(self) -> None:
         """Deletes expired jobs, and the oldest jobs above the quota, every ten seconds."""
         while True:
@@ -583,7 +524,7 @@ class Service:
                 if not oldest:
                     break
                 self.delete(oldest[0])
-            self.journal.forget_deleted(lambda name: (self._jobs / name).exists())
+            self.journal.forget_deleted(self.files.has_folder)
             if await self.journal.save():
                 await asyncio.to_thread(self.journal.vacuum)
             await asyncio.to_thread(self.journal.reserve_space)  # reserves space again

@@ -1,0 +1,136 @@
+"""Hosts, origins and proxies of requests, CORS, and paths with a slash at the end."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.refusals import check_refusals
+from tests.serve.jobs import PROMPT, Jobs
+from wan.serve import addresses
+from wan.serve.folders import NAME_LENGTH
+from wan.settings.errors import InputError
+
+KEY = "0123456789abcdef"
+BODY = {"prompt": PROMPT}
+
+
+async def test_equal_hosts_in_other_forms(tmp_path: Path) -> None:
+    """An IPv6 address, as of a pod, and names of up to 63 characters."""
+    label = "w" * NAME_LENGTH
+    jobs = Jobs(tmp_path / "jobs", names=["fd00::7", "[FD00:0:0::8]", f"{label}.wan", "10.0.0.7"])
+    served = ["[fd00::7]:8000", "[fd00::7]", "[FD00:0::7]:80", "[fd00::8]:8000", "[::1]:8000"]
+    served += [f"{label}.wan:8000", f"{label.upper()}.WAN", f"{label}.wan.", "localhost."]
+    served += ["10.0.0.7:1", "[::ffff:10.0.0.7]", "127.0.0.1"]
+    foreign = ["[fd00::9]:8000", "fd00", "[fd00::7", "evil.example", "", "::", "[]", "localhost:x"]
+    statuses = {
+        host: (await jobs.request("/liveness", host=host))[0] for host in (*served, *foreign)
+    }
+    assert statuses == dict.fromkeys(served, 200) | dict.fromkeys(foreign, 421)
+
+
+async def test_pages_behind_a_proxy(tmp_path: Path) -> None:
+    """The proxy replaces the host; the page is that of http://video.example."""
+    proxies = [ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("fd00::1")]
+    jobs = Jobs(tmp_path / "jobs", names=["any"], origins=["https://app.example"], proxies=proxies)
+    page, other = "http://video.example", "http://evil.example"
+    forwarded = {"X_Forwarded_Host": "video.example"}
+    cases: dict[str, tuple[str | None, dict[str, str], int]] = {
+        "no page": (None, {}, 200),
+        "unknown proxy": ("192.0.2.1", {"origin": page} | forwarded, 403),
+        "no proxy": (None, {"origin": page} | forwarded, 403),
+        "proxy": ("10.1.2.3", {"origin": page} | forwarded, 200),
+        "IPv6 proxy": ("fd00::1", {"origin": page} | forwarded, 200),
+        "list": ("10.1.2.3", {"origin": page, "X_Forwarded_Host": "video.example, inner"}, 200),
+        "RFC 7239": ("10.1.2.3", {"origin": page, "Forwarded": 'for=a;host="video.example"'}, 200),
+        "port": ("10.1.2.3", {"origin": f"{page}:81", "X_Forwarded_Host": "video.example:81"}, 200),
+        "other port": ("10.1.2.3", {"origin": f"{page}:81"} | forwarded, 403),
+        "other site": ("10.1.2.3", {"origin": other} | forwarded, 403),
+        "null": ("10.1.2.3", {"origin": "null"} | forwarded, 403),
+        "same origin": (None, {"origin": page, "Sec_Fetch_Site": "same-origin"}, 200),
+        "same site": (None, {"origin": page, "Sec_Fetch_Site": "same-site"}, 403),
+        "cross site": (None, {"origin": other, "Sec_Fetch_Site": "cross-site"}, 403),
+        "--origin": (None, {"origin": "https://app.example"}, 200),
+        "--origin, other scheme": (None, {"origin": "http://app.example"}, 403),
+    }
+    statuses = {
+        kind: (await jobs.request("/v1/videos", BODY, client=client, host="any", **headers))[0]
+        for kind, (client, headers, _) in cases.items()
+    }
+    assert statuses == {kind: status for kind, (_, _, status) in cases.items()}
+
+
+async def test_pages_of_other_sites(tmp_path: Path) -> None:
+    """A page of --origin may send requests with a key and read every response."""
+    jobs = Jobs(tmp_path / "jobs", key=KEY, origins=["https://app.example"])
+    origin: dict[str, Any] = {"origin": "https://app.example"}
+    asked = {"Access_Control_Request_Headers": "authorization,content-type,idempotency-key"}
+    for method in ("POST", "DELETE"):
+        status, headers, _ = await jobs.request(
+            "/v1/videos", method="OPTIONS", **origin, **asked, Access_Control_Request_Method=method
+        )
+        assert status == 200 and headers["access-control-allow-origin"] == origin["origin"]
+        assert method in headers["access-control-allow-methods"]
+        assert "authorization" in headers["access-control-allow-headers"]
+    for auth, expected in ((f"Bearer {KEY}", 200), ("Bearer wrong", 401)):
+        status, headers, _ = await jobs.request("/v1/models", **origin, authorization=auth)
+        assert (status, headers["access-control-allow-origin"]) == (expected, origin["origin"])
+        assert "origin" in headers["vary"].lower()
+        assert "x-should-retry" in headers["access-control-expose-headers"]
+    other: dict[str, Any] = {
+        "origin": "https://evil.example",
+        "Access_Control_Request_Method": "POST",
+    }
+    _, headers, _ = await jobs.request("/v1/videos", method="OPTIONS", **other)
+    assert "access-control-allow-origin" not in headers
+    auth = f"Bearer {KEY}"
+    status, headers, _ = await jobs.request("/v1/videos", BODY, authorization=auth, **other)
+    assert status == 403 and "access-control-allow-origin" not in headers
+
+
+async def test_a_slash_at_the_end_of_a_path(jobs: Jobs) -> None:
+    """It is no other path: a redirect behind a proxy would lead to another host."""
+    status, _, video = await jobs.request("/v1/videos/", BODY)
+    assert status == 200
+    for path in ("/v1/videos/", f"/v1/videos/{video['id']}/", "/health/", "/v1/models/", "//"):
+        assert (await jobs.request(path))[0] in (200, 503), path
+    status, headers, _ = await jobs.request("/v1/videos/", method="PUT")
+    assert (status, headers["allow"]) == (405, "GET, HEAD, POST")
+
+
+READERS: dict[str, tuple[Any, dict[str, str], list[str]]] = {
+    "--origin": (
+        addresses.read_origin,
+        {
+            "https://Video.example/": "https://video.example",
+            "http://a:80": "http://a",
+            "https://[FD00:0::1]:8443": "https://[fd00::1]:8443",
+        },
+        ["*", "video.example", "https://a/b", "ftp://a", "https://", "https://u@a", "https://a b"],
+    ),
+    "--trusted_proxy": (
+        addresses.read_network,
+        {"10.0.0.1": "10.0.0.1/32", "10.1.2.3/8": "10.0.0.0/8", "fd00::1": "fd00::1/128"},
+        ["proxy", "10.0.0.0/33", "", "*"],
+    ),
+    "--served_model_name": (
+        addresses.read_model_name,
+        {"Wan-AI/Wan2.2-T2V-A14B-Diffusers": "Wan-AI/Wan2.2-T2V-A14B-Diffusers"},
+        ["", "a b", "ä", "b\n", "x" * 201],
+    ),
+}
+
+
+@pytest.mark.parametrize("option", READERS)
+def test_options_of_addresses_and_names(option: str) -> None:
+    reader, taken, refused = READERS[option]
+    assert {text: str(reader(option, text)) for text in taken} == taken
+    messages = {}
+    for text in refused:
+        with pytest.raises(InputError) as caught:
+            reader(option, text)
+        messages[text.strip()[:20] or "empty"] = str(caught.value)
+    check_refusals(f"serve: {option}", messages)

@@ -1,0 +1,79 @@
+"""Host names, origins and networks of the service's options and of requests."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from functools import partial
+from typing import Any
+
+from wan.settings.errors import InputError
+from wan.settings.values import Reader, format_value
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+_HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::(\d*))?")
+
+
+def split_host(text: str) -> tuple[str, str]:
+    """Returns the name and the port ("" if absent) of `HOST` or `HOST:PORT`.
+
+    Equal hosts have equal names: in lower case, IP addresses without brackets and in one form.
+    """
+    match = _HOST.fullmatch(text.strip())
+    name, port = (text.strip(), "") if match is None else (match[1].strip("[]"), match[2] or "")
+    name = name.lower().removesuffix(".")
+    try:
+        address = ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return name, port
+    return str(getattr(address, "ipv4_mapped", None) or address), port
+
+
+def is_local(host: str) -> bool:
+    """Returns whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_in_networks(address: str, networks: tuple[Network, ...]) -> bool:
+    """Returns whether an IP address is in one of the networks."""
+    try:
+        parsed = ipaddress.ip_address(split_host(address)[0])
+    except ValueError:
+        return False
+    return any(parsed in network for network in networks)
+
+
+@partial(Reader, metavar="ORIGIN")
+def read_origin(name: str, raw: Any) -> str:
+    """Reads `SCHEME://HOST[:PORT]` as browsers write it in the header `Origin`."""
+    match = re.fullmatch(r"(https?)://([^\s/?#@]+)/?", str(raw).lower(), re.ASCII)
+    host, port = split_host(match[2]) if match else ("", "")
+    if match is None or not re.fullmatch(r"[\w.:-]+", host, re.ASCII):
+        why = "is not the address of a site"
+        raise InputError(name, format_value(raw), why, "give one such as https://video.example")
+    address = f"[{host}]" if ":" in host else host
+    is_default = port in ("", _DEFAULT_PORTS[match[1]])
+    return f"{match[1]}://{address}" + ("" if is_default else f":{port}")
+
+
+@partial(Reader, metavar="ADDRESS")
+def read_network(name: str, raw: Any) -> Network:
+    """Reads an IP address or a network such as 10.0.0.0/8."""
+    try:
+        return ipaddress.ip_network(str(raw), strict=False)
+    except ValueError as error:
+        why = "is no IP address or network"
+        raise InputError(name, format_value(raw), why, "give one such as 10.0.0.0/8") from error
+
+
+@partial(Reader, metavar="NAME")
+def read_model_name(name: str, raw: Any) -> str:
+    """Reads a name of the model, which is also sent in a header."""
+    if not re.fullmatch(r"[!-~]{1,200}", str(raw)):
+        why = "must be of 1 to 200 printable ASCII characters without spaces"
+        raise InputError(name, format_value(raw), why)
+    return str(raw)

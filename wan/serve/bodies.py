@@ -1,0 +1,108 @@
+"""Reads the body of a request: a form or a JSON object."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+
+from wan.serve.fields import JSON_FIELDS, LIST_FIELDS
+from wan.serve.repeats import RefusedError
+from wan.settings.values import format_value
+from wan.settings.video_options import MAX_REFERENCE_IMAGES
+
+_MAX_DEPTH = 8  # nesting levels of a body; lists of image references need four
+_TOO_DEEP = f"The body is nested too deeply; give at most {_MAX_DEPTH} levels."
+
+
+async def read_body(request: Request) -> dict[str, Any]:
+    """Reads the fields of a form or of a JSON object; files become bytes."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type in ("multipart/form-data", "application/x-www-form-urlencoded"):
+        try:
+            body = await _read_form(request)
+        except ValueError as error:  # from decoding or from the form parser
+            raise RefusedError(f"The form cannot be read ({format_value(str(error))}).") from error
+    else:
+        body = _parse_json_body(await request.body() or b"{}")
+    body |= {key: _parse_json_field(key, body[key]) for key in JSON_FIELDS & {*body}}
+    _check_body_values(body)
+    return body
+
+
+async def _read_form(request: Request) -> dict[str, Any]:
+    """Reads the fields of a form."""
+    form_fields: dict[str, Any] = {}
+    max_parts = 8 + MAX_REFERENCE_IMAGES
+    # `Guard` limits the size of the body.
+    async with request.form(max_files=max_parts, max_fields=100, max_part_size=sys.maxsize) as form:
+        for key, value in form.multi_items():
+            part = await value.read() if isinstance(value, UploadFile) else value
+            if isinstance(value, UploadFile) and not value.filename and not part:
+                continue  # a file input without a file
+            # The openai client sends lists like this.
+            if (list_key := key.removesuffix("[]")) in LIST_FIELDS:
+                form_fields.setdefault(list_key, []).append(part)
+                continue
+            if key in form_fields:
+                raise RefusedError(f"{key} is given twice; give it once.", param=key)
+            form_fields[key] = part
+    return form_fields
+
+
+def _parse_json_field(key: str, value: Any) -> Any:
+    """Returns the value of a field, parsed if it is the text of a JSON object or list."""
+    if isinstance(value, list):
+        return [_parse_json_field(key, item) for item in value]
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
+        return value
+    return _parse_json(value.encode(errors="surrogatepass"), key)
+
+
+def _parse_json_body(content: bytes) -> dict[str, Any]:
+    """Parses a body as a JSON object."""
+    body = _parse_json(content)
+    if not isinstance(body, dict):
+        raise RefusedError("The body must be a JSON object or a form.")
+    return body
+
+
+def _parse_json(content: bytes, key: str | None = None) -> Any:
+    """Parses JSON of the body, or of a field of it."""
+    subject = "The body" if key is None else key
+
+    def refuse(word: str) -> NoReturn:
+        raise RefusedError(f"{subject} has a number that is not valid JSON: {word}.", param=key)
+
+    try:
+        return json.loads(content.decode(json.detect_encoding(content)), parse_constant=refuse)
+    except RecursionError as error:
+        raise RefusedError(_TOO_DEEP, param=key) from error
+    except ValueError as error:  # Python's message about too many digits is for programmers
+        why = "a number has too many digits" if "digits" in str(error) else format_value(str(error))
+        raise RefusedError(f"{subject} is no JSON object ({why}).", param=key) from error
+
+
+def _check_body_values(body: Mapping[str, Any]) -> None:
+    """Refuses values that JSON files cannot store: deep nesting and unpaired surrogates."""
+    level: list[Any] = [body]
+    for _ in range(_MAX_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                try:
+                    value.encode()
+                except UnicodeEncodeError as error:
+                    message = "The body has text with an unpaired surrogate; send it in UTF-8."
+                    raise RefusedError(message) from error
+            elif isinstance(value, dict):
+                inner += [*value, *value.values()]
+            elif isinstance(value, list):
+                inner += value
+        level = inner
+    if level:
+        raise RefusedError(_TOO_DEEP)

@@ -1,0 +1,119 @@
+"""Checks each request before its route: host, origin, API key and size."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Callable, Sequence
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from wan.serve.addresses import Network, is_in_networks, split_host
+from wan.serve.repeats import RefusedError
+from wan.serve.responses import make_error_response
+from wan.utils.log import logger
+
+
+class Guard:
+    """ASGI middleware that refuses unknown hosts and origins, wrong keys and large bodies."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: Sequence[str],
+        api_key: str | None,
+        most_bytes: int,
+        is_busy: Callable[[], bool],
+        origins: Sequence[str] = (),
+        proxies: Sequence[Network] = (),
+    ) -> None:
+        """Wraps an application.
+
+        Args:
+            hosts: Allowed values of the `Host` header, without ports.
+            api_key: Required token of `Authorization: Bearer`; None: no key is required.
+            most_bytes: Maximum size of a body.
+            is_busy: Returns whether only /health and /liveness are answered.
+            origins: Sites whose pages may send requests.
+            proxies: Addresses of clients whose `X-Forwarded-Host` is the host that pages use.
+        """
+        self._hosts = frozenset(split_host(host)[0] for host in hosts)
+        self._origins, self._proxies = frozenset(origins), tuple(proxies)
+        self._app, self._key, self._max_bytes = app, api_key, most_bytes
+        self._is_busy = is_busy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if len(scope["path"]) > 1 and scope["path"].endswith("/"):
+            # A redirect would name the host that a proxy uses.
+            path = scope["path"].rstrip("/") or "/"
+            scope = dict(scope) | {"path": path, "raw_path": path.encode()}
+        request = Request(scope)
+        refusal = self._check_request(request)
+        if refusal is not None:
+            await make_error_response(request, refusal)(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def limited_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise self._make_too_large_error()
+            return message
+
+        has_started = False
+
+        async def tracked_send(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, limited_receive, tracked_send)
+        except FileNotFoundError:
+            if not has_started:
+                raise
+            logger.info("A file was deleted before it was sent.")  # uvicorn closes the connection
+
+    def _check_request(self, request: Request) -> RefusedError | None:
+        host = request.headers.get("host", "")
+        if split_host(host)[0] not in self._hosts:
+            message = "This host name is not served; start the service with it as --host_name."
+            return RefusedError(message, 421)
+        if not self._allows_origin(request):
+            message = "Pages of other sites may not use this service without --origin."
+            return RefusedError(message, 403)
+        length = request.headers.get("content-length", "0")
+        if not length.isdecimal() or len(length) > 18 or int(length) > self._max_bytes:
+            return self._make_too_large_error()
+        if request.url.path not in ("/health", "/liveness") and self._is_busy():
+            message = "Too many requests are in progress; try again."
+            return RefusedError(message, 503, "busy", retry_after=5)
+        if self._key is not None and request.url.path not in ("/", "/health", "/liveness"):
+            scheme, _, token = request.headers.get("authorization", "").partition(" ")
+            token = token.strip() if scheme.lower() == "bearer" else ""
+            if not hmac.compare_digest(token.encode(), self._key.encode()):
+                return RefusedError("The API key is missing or wrong.", 401, "invalid_api_key")
+        return None
+
+    def _allows_origin(self, request: Request) -> bool:
+        """Returns whether a request is of no page, of a page of this service or of --origin."""
+        headers = request.headers
+        origin = headers.get("origin")
+        if origin is None or origin.lower() in self._origins:
+            return True
+        if headers.get("sec-fetch-site") == "same-origin":  # pages cannot set this header
+            return True
+        host = headers.get("host", "")
+        if request.client is not None and is_in_networks(request.client.host, self._proxies):
+            forwarded = re.search(r'\bhost="?([^",;\s]+)', headers.get("forwarded", ""), re.I)
+            host = headers.get("x-forwarded-host") or (forwarded[1] if forwarded else host)
+        return split_host(origin.partition("://")[2]) == split_host(host.partition(",")[0])
+
+    def _make_too_large_error(self) -> RefusedError:
+        return RefusedError(f"The body is too large; {self._max_bytes} bytes are allowed.", 413)

@@ -1,0 +1,96 @@
+"""The files of the service's jobs: uploads, video, record, and what an attempt leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wan.checkpoint.headers import read_json
+from wan.serve.fields import FOLDER, UPLOADS
+from wan.serve.folders import UPLOAD_KIND, UPLOAD_PREFIX, remove_job_files
+from wan.serve.journal import ServiceJob
+from wan.settings.errors import InputError
+from wan.utils.files import write_output
+from wan.utils.log import logger
+
+
+class JobFiles:
+    """The folders of all jobs, `jobs/ID`."""
+
+    def __init__(self, jobs: Path) -> None:
+        """Creates the parent folder."""
+        self._jobs = jobs
+        jobs.mkdir(parents=True, exist_ok=True)
+
+    def job_folder(self, job: ServiceJob) -> Path:
+        """Returns the folder of a job's files."""
+        return self._jobs / job.id
+
+    def has_folder(self, job_id: str) -> bool:
+        """Returns whether a job has a folder."""
+        return (self._jobs / job_id).exists()
+
+    def upload_path(self, job: ServiceJob, upload_name: str) -> Path:
+        """Returns the path of an uploaded file of a job."""
+        return self.job_folder(job) / f"{UPLOAD_PREFIX}{upload_name}"
+
+    def video_path(self, job: ServiceJob) -> Path:
+        """Returns the path of a job's video."""
+        return self.job_folder(job) / "video.mp4"
+
+    def read_record(self, job: ServiceJob) -> dict[str, Any]:
+        """Reads the record of a finished video; returns {} if it is missing or damaged."""
+        try:
+            return read_json(self.job_folder(job) / "video.json")
+        except InputError as error:
+            logger.debug("%s has no record (%s)", job.id, error)
+            return {}
+
+    def count_bytes(self, job: ServiceJob) -> int:
+        """Returns the size of all files of a job."""
+        return sum(path.stat().st_size for path in self.job_folder(job).rglob("*"))
+
+    def write_uploads(self, job: ServiceJob, files: Mapping[str, bytes]) -> None:
+        """Creates the folder of a job and writes its uploaded files."""
+        self.job_folder(job).mkdir()
+        for name, content in files.items():
+            with write_output(self.upload_path(job, name), UPLOAD_KIND) as temporary:
+                temporary.write_bytes(content)
+
+    def read_uploads(self, job: ServiceJob) -> dict[str, bytes]:
+        """Reads the uploaded files of a job, by name."""
+        folder, files = self.job_folder(job), {}
+        for path in folder.rglob("*"):
+            name = str(path.relative_to(folder))
+            if name.startswith(UPLOAD_PREFIX) and path.is_file():
+                files[name.removeprefix(UPLOAD_PREFIX)] = path.read_bytes()
+        return files
+
+    def list_uploads(self, job: ServiceJob) -> dict[str, str | list[str]]:
+        """Returns the paths of a job's uploads by setting: a folder, a file, or several files."""
+        paths: dict[str, str | list[str]] = {}
+        for name in (*UPLOADS, FOLDER):
+            path = self.upload_path(job, name).absolute()
+            if path.is_dir() and name != FOLDER:
+                paths[name] = [str(file) for file in sorted(path.iterdir())]
+            elif path.exists():
+                paths[name] = str(path)
+        return paths
+
+    def remove_all(self, job: ServiceJob) -> None:
+        """Removes the files of a job and its folder."""
+        remove_job_files(self.job_folder(job))
+
+    def remove_attempt(self, job: ServiceJob, keep_clips: bool = True) -> None:
+        """Removes the files of an attempt; uploaded files stay.
+
+        Args:
+            keep_clips: Whether finished clips stay, with which the next attempt continues.
+        """
+
+        def keep(name: str) -> bool:
+            is_clip = keep_clips and Path(name.partition("/")[0]).suffix == ".clips"
+            return name.startswith(UPLOAD_PREFIX) or is_clip
+
+        remove_job_files(self.job_folder(job), keep)

@@ -1,0 +1,131 @@
+"""Responses: the video object of a job, and errors in OpenAI's format."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
+
+from wan.serve.journal import ServiceJob
+from wan.serve.repeats import RefusedError
+from wan.serve.service import Service
+from wan.settings.errors import InputError
+from wan.utils.log import logger
+
+
+def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
+    """Returns the OpenAI video object of a job, with the additional fields of vllm-omni."""
+    progress = 100 if job.state == "completed" else int(99 * job.done / max(job.total, 1))
+    prompts = job.settings.get("clip_prompts", ())
+    video: dict[str, Any] = {
+        "id": job.id,
+        "object": "video",
+        "model": job.model,
+        "status": job.state,
+        "progress": progress,
+        "created_at": int(job.created),
+        "completed_at": int(job.ended) if job.state == "completed" and job.ended else None,
+        "expires_at": None,
+        "file_name": f"{job.id}.mp4" if job.state == "completed" else None,
+        "media_type": "video/mp4",
+        "quality": "default",
+        "error": job.error,
+        "prompt": job.settings.get("prompt") or "\n".join(prompts) or None,
+        "remixed_from_video_id": job.remixed_from,
+        "seconds": f"{job.frames / (job.fps or 1):.3f}".rstrip("0").rstrip("."),
+        "size": f"{job.width}x{job.height}",
+        "num_frames": job.frames,
+        "fps": job.fps,
+        "seed": _read_seed(job),
+        "guidance": job.guidance or None,
+        "steps": [job.done, job.total],
+        "attempt": job.attempt,
+    }
+    days = service.limits.keep_days
+    if days is not None and job.ended is not None:
+        video["expires_at"] = int(job.ended + 86400 * days)
+    if job.state == "completed":
+        video |= {"inference_time_s": job.seconds} | select_record_fields(
+            service.files.read_record(job)
+        )
+    return video
+
+
+def _read_seed(job: ServiceJob) -> int | None:
+    """Returns the seed of a job; earlier versions stored it as the client wrote it."""
+    seed = job.settings.get("base_seed")
+    return None if seed is None else int(seed)
+
+
+def select_record_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a video object that come from its record; None where it is damaged."""
+    values: dict[str, Any] = {"stage_durations": record.get("seconds"), "peak_memory_mb": None}
+    try:
+        memory = record.get("peak_memory_bytes", {})
+        peak_bytes = memory.get("device") or memory.get("host")
+        values["peak_memory_mb"] = peak_bytes and round(peak_bytes / 1e6, 1)
+        if "power" in record:
+            values["power"] = record["power"]
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+    except (AttributeError, TypeError, ValueError, ArithmeticError, RecursionError):
+        return {"stage_durations": None, "peak_memory_mb": None}
+    return values
+
+
+def make_gone_error(why: str) -> RefusedError:
+    """Returns the refusal for a video whose file cannot be sent."""
+    return RefusedError(f"The file of this video {why}; delete it.", 410, "gone", "video_id")
+
+
+def _list_allowed_methods(request: Request) -> str:
+    """Returns the value of the `Allow` header: the methods of all routes of a path."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] != Match.NONE:
+            methods |= route.methods
+    return ", ".join(sorted(methods))
+
+
+def make_error_response(request: Request, error: Exception) -> Response:
+    """Returns an error response in OpenAI's format."""
+    headers: dict[str, str] = {}
+    should_retry = False
+    if isinstance(error, RefusedError):
+        status, code, param, message = error.status, error.code, error.param, str(error)
+        should_retry = error.retry_after is not None
+        if error.retry_after is not None:
+            headers["Retry-After"] = str(max(round(error.retry_after), 1))
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+    elif isinstance(error, InputError):
+        status, code, message = 400, "invalid_request", str(error)
+        match = re.fullmatch(r"`?(\w+)`?", error.what)
+        param = None if match is None else error.naming.names.get(match[1], match[1])
+    elif isinstance(error, HTTPException):
+        status, code, param, message = error.status_code, "http", None, error.detail
+        headers.update(error.headers or {})
+        if status == 405:
+            headers["Allow"] = _list_allowed_methods(request)
+    elif isinstance(error, MultiPartException):
+        status, code, param, message = 400, "invalid_form", None, error.message
+    else:
+        status, code, param, message = 500, "internal_error", None, "Internal error."
+    message = message.encode(errors="replace").decode()
+    param = None if param is None else param.encode(errors="replace").decode()
+    headers["x-should-retry"] = "true" if should_retry else "false"
+    error_type = "invalid_request_error" if status < 500 else "server_error"
+    body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+    return JSONResponse(body, status, headers)
+
+
+def answer_disconnect(request: Request, _: Exception) -> Response:
+    """Returns status 499 for a client that has disconnected; this is not logged as an error."""
+    logger.debug("A client disconnected from %s.", request.url.path)
+    return Response(status_code=499)

@@ -1,0 +1,292 @@
+"""HTTP routes: the video APIs of OpenAI, vllm-omni and MLPerf, health, and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import re
+import stat
+from contextlib import suppress
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from wan.serve import fields, pictures
+from wan.serve.bodies import read_body
+from wan.serve.journal import ServiceJob
+from wan.serve.metrics import Metrics
+from wan.serve.repeats import RefusedError, hash_request
+from wan.serve.responses import make_gone_error, make_video_object, select_record_fields
+from wan.serve.service import Service
+from wan.settings.values import integer
+
+_POLL_SECONDS = 1.0  # seconds; shortest polling interval of clients and of the synchronous routes
+_DELETION_SECONDS = 15.0  # seconds to wait until a deletion is written to the journal
+
+
+class Routes:
+    """Handlers of all HTTP routes."""
+
+    def __init__(self, service: Service, metrics: Metrics) -> None:
+        self._service, self._metrics = service, metrics
+
+    def list_routes(self) -> list[Route]:
+        """Returns the Starlette routes."""
+        video_route = "/v1/videos/{id}"
+        return [
+            Route("/", self.page),
+            Route("/health", self.health),
+            Route("/liveness", lambda _: JSONResponse({"status": "ok"})),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", self.models),
+            Route("/v1/videos", self.create, methods=["POST"]),
+            Route("/v1/videos", self.list),
+            Route("/v1/videos/sync", self.sync, methods=["POST"]),
+            Route("/v1/videos/generations", self.generations, methods=["POST"]),
+            Route(video_route, self.retrieve),
+            Route(video_route, self.delete, methods=["DELETE"]),
+            Route(f"{video_route}/content", self.content),
+            Route(f"{video_route}/remix", self.remix, methods=["POST"]),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        job, _ = await self._create_job(request, await read_body(request))
+        self._service.waiters.claim(job)
+        return self._make_video_response(job)
+
+    async def retrieve(self, request: Request) -> Response:
+        return self._make_video_response(self._service.find_job(request.path_params["id"]))
+
+    async def delete(self, request: Request) -> Response:
+        job = self._service.find_job(request.path_params["id"])
+        self._service.delete(job)
+        is_recorded = await self._service.journal.save(_DELETION_SECONDS)
+        answer = {"id": job.id, "deleted": True, "object": "video.deleted"}
+        return JSONResponse(answer, 200 if is_recorded else 202)
+
+    async def list(self, request: Request) -> Response:
+        query = request.query_params
+        order, limit = query.get("order", "desc"), query.get("limit", "20")
+        if order not in ("asc", "desc"):
+            raise RefusedError("order must be asc or desc.", param="order")
+        after = query.get("after") or None
+        if after is not None and self._service.journal.get_state(after) is None:
+            self._service.find_job(after)
+        max_jobs = integer(0, 100)("limit", limit)
+        jobs = self._service.journal.list_page(after, max_jobs + 1, order == "desc")
+        data = [make_video_object(self._service, job) for job in jobs[:max_jobs]]
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": data,
+                "has_more": len(jobs) > max_jobs,
+                "first_id": data[0]["id"] if data else None,
+                "last_id": data[-1]["id"] if data else None,
+            }
+        )
+
+    async def content(self, request: Request) -> Response:
+        job = self._service.find_job(request.path_params["id"])
+        variant = request.query_params.get("variant", "video")
+        if variant not in ("video", "thumbnail", "spritesheet"):
+            raise RefusedError("variant must be video, thumbnail or spritesheet.", param="variant")
+        if job.state != "completed":
+            why = "has failed" if job.state == "failed" else "is not done yet"
+            raise RefusedError(f"The video {why}; see its status.", 404, "not_ready", "video_id")
+        path, media_type = self._service.files.video_path(job), "video/mp4"
+        if variant != "video":
+            path, media_type = await self._load_picture(job, variant), "image/jpeg"
+        status = self._stat_file(job, path)
+        _drop_ignored_range(request)
+        answer = FileResponse(
+            path,
+            media_type=media_type,
+            filename=f"{job.id}{path.suffix}",
+            stat_result=status,
+            content_disposition_type="inline",
+        )
+        if _matches_etag(request, answer.headers["etag"]):
+            headers = {name: answer.headers[name] for name in ("etag", "last-modified")}
+            return Response(status_code=304, headers=headers)
+        return answer
+
+    async def _load_picture(self, job: ServiceJob, variant: str) -> Path:
+        """Returns the path of a JPEG of a video.
+
+        Raises:
+            RefusedError: The video is damaged or was deleted meanwhile.
+        """
+        path = self._service.files.video_path(job)
+        try:
+            return await asyncio.to_thread(pictures.make_picture, path, variant, job.frames)
+        except (OSError, ValueError, RuntimeError) as error:
+            self._stat_file(job, path)
+            raise make_gone_error("cannot be read") from error
+
+    def _stat_file(self, job: ServiceJob, path: Path) -> os.stat_result:
+        """Returns the status of a file of a job.
+
+        Raises:
+            RefusedError: The job was deleted, or the file is missing.
+        """
+        self._service.find_job(job.id)
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise make_gone_error("is gone") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise make_gone_error("is no file")
+        return status
+
+    async def remix(self, request: Request) -> Response:
+        body = {k: v for k, v in (await read_body(request)).items() if v is not None}
+        if {*body} != {"prompt"} or not isinstance(body["prompt"], str):
+            raise RefusedError("A remix takes a prompt and nothing else.", param="prompt")
+        fields.check_prompt(body["prompt"])
+        key = _read_idempotency_key(request)
+        job = await self._service.remix(request.path_params["id"], body["prompt"], *key)
+        self._service.waiters.claim(job)
+        return self._make_video_response(job)
+
+    async def sync(self, request: Request) -> Response:
+        """Answers with the video; its job is cancelled when the last client disconnects."""
+        job, is_existing = await self._create_job(request, await read_body(request))
+        job = await self._wait_for_job(request, job, is_existing)
+        record = select_record_fields(self._service.files.read_record(job))
+        headers = {
+            "X-Request-Id": job.id,
+            "X-Model": job.model,
+            "X-Inference-Time-S": f"{job.seconds:.3f}",
+            "X-Stage-Durations": json.dumps(record["stage_durations"] or {}),
+            "X-Peak-Memory-MB": str(record["peak_memory_mb"] or 0.0),
+        }
+        path = self._service.files.video_path(job)
+        status = self._stat_file(job, path)
+        _drop_ignored_range(request)
+        return FileResponse(path, media_type="video/mp4", headers=headers, stat_result=status)
+
+    async def generations(self, request: Request) -> Response:
+        """Answers MLPerf's request with exactly two keys."""
+        body = await read_body(request)
+        form = body.pop("response_format", "video_bytes")
+        if form not in ("video_path", "video_bytes"):
+            message = "response_format must be video_path or video_bytes."
+            raise RefusedError(message, param="response_format")
+        if body.pop("output_format", "mp4") not in ("mp4", "auto"):
+            raise RefusedError("output_format must be mp4 or auto.", param="output_format")
+        job = await self._wait_for_job(request, *await self._create_job(request, body))
+        path = self._service.files.video_path(job)
+        self._stat_file(job, path)
+        if form == "video_path":
+            return JSONResponse({"video_id": job.id, "video_path": str(path.absolute())})
+        try:
+            content = base64.b64encode(await asyncio.to_thread(path.read_bytes)).decode()
+        except OSError as error:
+            raise make_gone_error("is gone") from error
+        return JSONResponse({"video_id": job.id, "video_bytes": content})
+
+    async def models(self, _: Request) -> Response:
+        model = {"object": "model", "owned_by": "wan", "created": 0}
+        data = [{"id": name} | model for name in self._service.models]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def health(self, _: Request) -> Response:
+        service = self._service
+        state = "stopping" if service.stopping else "ok" if service.rank_group.ready else "starting"
+        if state == "starting" and service.rank_group.is_stalled:
+            state = "stalled"
+        problem = service.journal.problem
+        if problem is not None and not service.stopping:
+            state = "journal_unavailable"
+        counts = service.journal.count_states()
+        answer = {
+            "status": state,
+            "queued": counts.get("queued", 0),
+            "running": counts.get("in_progress", 0),
+            "reason": None if state == "ok" else problem or service.rank_group.trouble,
+            "restarts": service.rank_group.restarts,
+            "seconds_ahead": round(service.estimate_wait(), 1),
+        }
+        return JSONResponse(answer, 200 if state == "ok" else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        content, media_type = self._metrics.render(self._service)
+        return Response(content, media_type=media_type)
+
+    async def page(self, _: Request) -> Response:
+        return HTMLResponse(resources.files("wan.serve").joinpath("page.html").read_text("utf-8"))
+
+    async def _create_job(self, request: Request, body: dict[str, Any]) -> tuple[ServiceJob, bool]:
+        digest = hash_request(body)
+        parsed_request = fields.parse_request(body, self._service.startup_run, self._service.models)
+        return await self._service.create(parsed_request, digest, *_read_idempotency_key(request))
+
+    async def _wait_for_job(
+        self, request: Request, job: ServiceJob, is_existing: bool
+    ) -> ServiceJob:
+        """Waits until a job is completed and returns its present state.
+
+        Args:
+            is_existing: An earlier request created the job.
+
+        Raises:
+            RefusedError: The job failed.
+            ClientDisconnect: The client has disconnected.
+        """
+        with self._service.waiters.wait(job, is_existing) as note_disconnect:
+            while True:
+                current = self._service.find_job(job.id)
+                if current.is_ended:
+                    break
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL_SECONDS):
+                        await self._service.wait_for_change()
+                if await request.is_disconnected():
+                    note_disconnect()
+                    raise ClientDisconnect
+        if current.error is not None:
+            raise RefusedError(current.error["message"], 500, current.error["code"])
+        return current
+
+    def _make_video_response(self, job: ServiceJob) -> Response:
+        headers = {}
+        if not job.is_ended:
+            wait = self._service.estimate_wait(queued_job=job) if job.state == "queued" else 0.0
+            milliseconds = int(1000 * min(max(wait / 2, _POLL_SECONDS), 60))
+            headers["openai-poll-after-ms"] = str(milliseconds)
+        return JSONResponse(make_video_object(self._service, job), headers=headers)
+
+
+def _drop_ignored_range(request: Request) -> None:
+    """Removes a `Range` header that RFC 9110 ignores: of another method or unit, or invalid."""
+    match = re.fullmatch(r"bytes=(.*)", request.headers.get("range", ""), re.IGNORECASE)
+    ranges = match[1].split(",") if match is not None else []
+    if request.method == "GET" and ranges and all(map(_is_byte_range, ranges)):
+        return
+    headers = [header for header in request.scope["headers"] if header[0] != b"range"]
+    request.scope["headers"] = headers
+
+
+def _is_byte_range(text: str) -> bool:
+    """Returns whether a text is `FIRST-`, `FIRST-LAST` or `-COUNT`."""
+    match = re.fullmatch(r"\s*(?:(\d{1,18})-(\d{0,18})|-\d{1,18})\s*", text, re.ASCII)
+    return match is not None and (not match[1] or not match[2] or int(match[1]) <= int(match[2]))
+
+
+def _matches_etag(request: Request, etag: str) -> bool:
+    """Returns whether an If-None-Match header (RFC 9110) matches an ETag."""
+    tags = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
+    return "*" in tags or etag in [tag.removeprefix("W/") for tag in tags]
+
+
+def _read_idempotency_key(request: Request) -> tuple[str | None, bool]:
+    """Returns the Idempotency-Key, and whether the client marks the request as a retry."""
+    retries = request.headers.get("x-stainless-retry-count", "0")
+    is_repeated = retries.isdecimal() and retries.strip("0") != ""
+    return request.headers.get("idempotency-key"), is_repeated
