@@ -12,7 +12,15 @@ from wan.settings.presets import EXAMPLE_PROMPTS
 
 
 class WanAnimate(Generator):
-    """Moves a character as in a video, or puts it into the video: animate-14B."""
+    """Moves a character as in a video, or puts it into the video: animate-14B.
+
+    Example:
+        import wan
+
+        model = wan.WanAnimate("animate-14B", "./Wan2.2-Animate-14B")
+        video = model.generate("./preprocessed")
+        wan.save_video(video, "video.mp4", fps=30)
+    """
 
     kind = "animate"
 

@@ -11,7 +11,15 @@ from wan.settings.execution import Offload
 
 
 class WanI2V(Generator):
-    """Image to video: i2v-A14B, Wan2.1's i2v-14B and flf2v-14B, depending on the checkpoint."""
+    """Image to video: i2v-A14B, Wan2.1's i2v-14B and flf2v-14B, depending on the checkpoint.
+
+    Example:
+        import wan
+
+        model = wan.WanI2V("i2v-A14B", "./Wan2.2-I2V-A14B")
+        video = model.generate("the cat jumps", "cat.jpg", max_area=832 * 480)
+        wan.save_video(video, "video.mp4", fps=16)
+    """
 
     kind = "i2v"
 

@@ -12,7 +12,15 @@ from wan.settings.execution import Offload
 
 
 class WanS2V(Generator):
-    """Audio, a reference image and text to video: s2v-14B."""
+    """Audio, a reference image and text to video: s2v-14B.
+
+    Example:
+        import wan
+
+        model = wan.WanS2V("s2v-14B", "./Wan2.2-S2V-14B")
+        video = model.generate("a woman sings", "woman.jpg", "song.wav", num_repeat=None)
+        wan.save_video(video, "video.mp4", fps=16)
+    """
 
     kind = "s2v"
 

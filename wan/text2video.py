@@ -11,7 +11,22 @@ from wan.settings.execution import Offload
 
 
 class WanT2V(Generator):
-    """Text to video: t2v-A14B (two experts), or the dense Wan 2.1 networks."""
+    """Text to video: t2v-A14B (two experts), or the dense Wan 2.1 networks.
+
+    Example:
+        import wan
+
+        model = wan.WanT2V("t2v-A14B", "./Wan2.2-T2V-A14B")
+        config = model.config  # the defaults of `generate` are the official ones, not the task's
+        video = model.generate(
+            "a red fox in the snow",
+            size=(832, 480),
+            sampling_steps=config.sample_steps,
+            shift=config.sample_shift,
+            guide_scale=config.sample_guide_scale,
+        )
+        wan.save_video(video, "fox.mp4", fps=config.sample_fps)
+    """
 
     kind = "t2v"
 
@@ -39,10 +54,12 @@ class WanT2V(Generator):
             input_prompt: Description of the video.
             size: (width, height) in pixels.
             frame_num: 4n+1.
-            shift: Shift of the noise schedule.
+            shift: Shift of the noise schedule; `model.config.sample_shift` is the task's.
             sample_solver: "unipc" or "dpm++".
-            sampling_steps: Number of solver steps.
-            guide_scale: One number or (low noise, high noise).
+            sampling_steps: Number of solver steps; `model.config.sample_steps` is the task's.
+            guide_scale: One number or (low noise, high noise); `model.config.sample_guide_scale`
+                is the task's. Recipes of few-step weights replace the defaults of these settings,
+                and so do the presets of Wan2.1's image networks.
             n_prompt: Negative prompt; "": the default of the config.
             seed: Seed of the noise; negative or None: random.
             offload_model: True releases each network after its stage; False, "cpu", "block": as

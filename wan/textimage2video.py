@@ -11,7 +11,15 @@ from wan.settings.execution import Offload
 
 
 class WanTI2V(Generator):
-    """Text, and optionally a first image, to video: ti2v-5B."""
+    """Text, and optionally a first image, to video: ti2v-5B.
+
+    Example:
+        import wan
+
+        model = wan.WanTI2V("ti2v-5B", "./Wan2.2-TI2V-5B")
+        video = model.generate("the cat jumps", img="cat.jpg")
+        wan.save_video(video, "video.mp4", fps=24)
+    """
 
     kind = "ti2v"
 

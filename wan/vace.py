@@ -11,7 +11,15 @@ from wan.settings.execution import Offload
 
 
 class WanVace(Generator):
-    """Video, mask, reference images and text to video: vace-1.3B, vace-14B and vace-A14B."""
+    """Video, mask, reference images and text to video: vace-1.3B, vace-14B and vace-A14B.
+
+    Example:
+        import wan
+
+        model = wan.WanVace("vace-14B", "./Wan2.1-VACE-14B")
+        video = model.generate("a fox runs", src_video="depth.mp4", size=(832, 480))
+        wan.save_video(video, "video.mp4", fps=16)
+    """
 
     kind = "vace"
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import slow
 from tools import compare_latents
+from wan.app import resolve
 from wan.app.flag_parser import parse_flags
 from wan.app.resolve import resolve_command_line
 from wan.cli import main as generate
@@ -378,9 +379,13 @@ def test_the_demo_checkpoint_is_made_once(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     run_generate("--task", "ti2v-5B", "--save_file", "a.mp4", *SMALL)
-    assert "using the demo checkpoint" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "using the demo checkpoint" in out and "clone" not in out
     mtime_ns = (tmp_path / "cache/wan/demo-ti2v-5B-v1").stat().st_mtime_ns
+    monkeypatch.setattr(resolve, "_DEMO_FOLDER", tmp_path / "site-packages" / "examples" / "demo")
     run_generate("--task", "ti2v-5B", "--save_file", "b.mp4", *SMALL)
+    notice = "The trained demo, examples/demo, comes with a clone of the repository."
+    assert notice in " ".join(capfd.readouterr().out.split())
     assert (tmp_path / "cache/wan/demo-ti2v-5B-v1").stat().st_mtime_ns == mtime_ns
 
 

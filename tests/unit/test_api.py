@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 import weakref
 from copy import deepcopy
 from pathlib import Path
@@ -15,6 +17,7 @@ from PIL import Image
 
 import wan
 from tests.conftest import slow
+from tests.dist import REPO
 from tests.refusals import check_refusals, get_refusal
 from tools.quantize_dit import quantize_checkpoint
 from wan.configs import MAX_AREA_CONFIGS, SIZE_CONFIGS, SUPPORTED_SIZES, WAN_CONFIGS
@@ -202,6 +205,8 @@ def test_refusals(t2v, tiny) -> None:
         "of ComfyUI": {"steps": 4},
         "misspelt": {"framenum": 5},
         "of the constructor": {"comm_type": 1},
+        "of the constructor, as in ComfyUI": {"lora_path": "x"},
+        "of save_video": {"fps": 16},
         "unknown": {"colour": "red"},
         "no prompt": {"input_prompt": None},
     }
@@ -224,9 +229,39 @@ def test_refusals(t2v, tiny) -> None:
     assert model.generate("a", **{**LATENT, "sampling_steps": 3}).shape == (16, 2, 4, 8)
 
 
-def test_a_model_describes_itself(t2v: wan.WanT2V) -> None:
-    for fact in ("WanT2V t2v-A14B", "CPU", "world_size 1", "comm_type 0", "offload_model True"):
+def test_a_model_describes_itself(t2v: wan.WanT2V, tiny: Any) -> None:
+    facts = ("WanT2V t2v-A14B", str(tiny("t2v-A14B")), "CPU", "kernel PyTorch SDPA", "world_size 1")
+    for fact in (*facts, "comm_type 0", "offload_model True"):
         assert fact in repr(t2v)
+
+
+@pytest.mark.parametrize("name", [name for name in wan.__all__ if name.startswith("Wan")])
+def test_examples_of_the_classes_are_valid(name: str) -> None:
+    """The example in a class's docstring: it compiles, and its calls fit the signatures."""
+    kind = getattr(wan, name)
+    example = inspect.cleandoc(kind.__doc__).split("Example:\n")[1]
+    calls = {
+        ast.unparse(node.func): node
+        for node in ast.walk(ast.parse(textwrap.dedent(example)))
+        if isinstance(node, ast.Call)
+    }
+    functions = {f"wan.{name}": kind, "model.generate": kind.generate}
+    functions["wan.save_video"] = wan.save_video
+    assert functions.keys() <= calls.keys()
+    for path, function in functions.items():
+        call, bound = calls[path], [None] if path == "model.generate" else []
+        names = {keyword.arg: None for keyword in call.keywords if keyword.arg}
+        inspect.signature(function).bind(*bound, *call.args, **names)
+
+
+def test_the_demo_has_a_notice_about_its_size(caplog: pytest.LogCaptureFixture) -> None:
+    """The default size of `generate` is not the demo's, and takes minutes there."""
+    model = wan.WanT2V("t2v-A14B", REPO / "examples" / "demo" / "t2v-A14B")
+    model.generate_many(["a star"], size=(64, 64), frame_num=9)  # checked, but not generated
+    assert not [message for message in caplog.messages if "trained" in message]
+    model.generate_many(["a star"])
+    (notice,) = [message for message in caplog.messages if "trained" in message]
+    assert notice == "1280*720 is not a size the demo was trained on (64*64)."
 
 
 def test_a_video_is_saved(tmp_path: Path) -> None:
@@ -268,6 +303,8 @@ def test_refused_settings(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
         "rank": {"rank": "x"},
         "several devices": {"dit_fsdp": True},
         "of generate": {"sample_steps": 4},
+        "of generate, its keyword": {"seed": 4},
+        "of generate, as in diffusers": {"num_inference_steps": 4},
         "without effect": {"sparsity": 0.5},
         "misspelt": {"fa_kuant": False},
         "unknown": {"colour": "red"},

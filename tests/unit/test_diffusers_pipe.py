@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
+import logging
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +20,13 @@ from accelerate.hooks import remove_hook_from_module
 from diffusers.hooks import FirstBlockCacheConfig
 from torch import Tensor
 
+from tests.diffusers_classes import CASES
 from tests.diffusers_runs import TOLERANCE, Video
 from tests.dist import REPO
 from tests.refusals import check_refusals, get_refusal
 from wan.diffusers import (
+    ANIMATE2_PIPELINES,
+    PIPELINES,
     VERSIONS,
     apply_cache_on_pipe,
     deparallelize,
@@ -227,6 +233,46 @@ def test_refused_when_called(video: Video, pipe: Any) -> None:
     check_refusals("diffusers: videos", messages)
     pipe.transformer.disable_cache()
     video.latents(pipe)
+
+
+def test_all_wan_pipelines_are_known() -> None:
+    """Each class of the installed diffusers is supported, or refused by its name."""
+    names = [name for name in dir(diffusers) if re.fullmatch("Wan.*Pipeline", name)]
+    assert len(names) >= 9
+    for name in names:
+        assert issubclass(getattr(diffusers, name), PIPELINES + ANIMATE2_PIPELINES), name
+
+
+@pytest.mark.skipif(RELEASE < (0, 42), reason="diffusers has it since 0.42")
+def test_animate2_is_refused() -> None:
+    pipe = diffusers.WanAnimate2Blocks().init_pipeline()
+    check_refusals("diffusers: Animate 2", {"pipeline": get_refusal(parallelize_pipe, pipe)})
+
+
+def test_refusals_of_single_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """After a refusal, the pipeline still generates videos; the end of a modular one is found."""
+    messages = {}
+    video_case, curve = CASES["video"](), tmp_path / "curve.json"
+    ratios = dict.fromkeys(("cond", "uncond"), [1.0] * 3)
+    sizes = {"steps": 3, "sample_shift": 3.0, "high_noise_steps": 0}
+    curve.write_text(json.dumps({"task": "t2v-1.3B", **sizes, "ratios": ratios}))
+    apply_cache_on_pipe(video_case.pipe, "mag", curve=curve, force=True)
+    messages["mag from the middle"] = get_refusal(video_case.make_latents)
+    case = CASES["modular"]()
+    expected = case.make_latents()
+    guider = case.pipe.guider
+    apply_cache_on_pipe(case.pipe, "steps:0,1,2", force=True)
+    case.pipe.update_components(
+        guider=diffusers.SkipLayerGuidance(skip_layer_guidance_layers=[1], skip_layer_config=None)
+    )
+    messages["a guider that skips layers"] = get_refusal(case.make_latents)
+    case.pipe.update_components(guider=guider)
+    caplog.clear()
+    caplog.set_level(logging.INFO, "wan")
+    for _ in range(2):
+        assert (case.make_latents() - expected).abs().max() <= TOLERANCE
+    assert caplog.messages == ["Step cache steps: steps skipped: none."] * 2
+    check_refusals("diffusers: classes", messages)
 
 
 def test_a_pipeline_in_bfloat16_may_cache_guidance(video: Video) -> None:

@@ -23,6 +23,7 @@ from wan.settings.execution import OFFLOAD_MODEL
 from wan.settings.fields import Option, list_options
 from wan.settings.flags import (
     FLAGS,
+    FOREIGN_NAMES,
     GROUPS,
     check_exclusive_settings,
     check_needed_settings,
@@ -46,17 +47,6 @@ _ERROR_MESSAGES = (  # pattern of argparse's message -> message
     (r"argument (--\S+): (.* must be .*)", r"\1 \2."),
     (r"unrecognized arguments: (.*)", r"\1 belongs to no flag; --help lists the flags."),
 )
-_FOREIGN_NAMES = {  # name of a flag in other tools -> flag
-    **{flag.keyword: name for name, flag in FLAGS.items() if flag.keyword},
-    **{flag.diffusers: name for name, flag in FLAGS.items() if isinstance(flag.diffusers, str)},
-    **dict.fromkeys(("steps", "infer_steps", "num_steps"), "sample_steps"),
-    **dict.fromkeys(("height", "width", "resolution"), "size"),
-    **dict.fromkeys(("frames", "video_length"), "frame_num"),
-    **dict.fromkeys(("output", "out", "output_path", "output_dir", "save_path"), "save_file"),
-    **dict.fromkeys(("cfg", "cfg_scale", "guidance"), "sample_guide_scale"),
-    **dict.fromkeys(("model", "model_path", "checkpoint"), "ckpt_dir"),
-    **dict.fromkeys(("lora_path", "lora_weights"), "lora"),
-}
 _EXAMPLES = """three commands:
   %(prog)s --task t2v-A14B --ckpt_dir ./Wan2.2-T2V-A14B --prompt "A red fox in the snow"
   %(prog)s --task i2v-A14B --ckpt_dir ./Wan2.2-I2V-A14B --image cat.jpg --plan
@@ -74,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         if unknown is not None:
             known_names = [option.removeprefix("--") for option in self._option_string_actions]
             similar = difflib.get_close_matches(unknown[1], known_names, 1)
-            suggestion = _FOREIGN_NAMES.get(unknown[1].replace("-", "_"))
+            suggestion = FOREIGN_NAMES.get(unknown[1].replace("-", "_"))
             suggestion = suggestion if suggestion in known_names else next(iter(similar), None)
             problem = f"--{unknown[1]} is not a known flag; "
             hint = "--help all lists them" if suggestion is None else f"did you mean --{suggestion}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wan import device as devices
-from wan.app.resolve import make_params, make_setup
+from wan.app.resolve import make_demo_size_notices, make_params, make_setup
 from wan.checkpoint.headers import compute_fingerprint
 from wan.checkpoint.layout import Checkpoint, check_task, inspect_checkpoint
 from wan.configs import WAN_CONFIGS
@@ -181,7 +181,8 @@ class Generator:
     def __repr__(self) -> str:
         setup = self._setup
         return (
-            f"<{type(self).__name__} {self._preset.task}: {self._pipeline.device.name()}, "
+            f"<{type(self).__name__} {self._preset.task}: {setup.checkpoint.folder}, "
+            f"{self._pipeline.device.name()}, kernel {self._pipeline.kernel_name}, "
             f"world_size {setup.parallel.world_size}, precision {setup.execution.precision}, "
             f"comm_type {setup.parallel.comm_type}, offload_model {setup.execution.offload_model}>"
         )
@@ -430,7 +431,7 @@ class Generator:
         else:  # the caller has edited the config
             values = values | {"boundary": boundary}
         params, notices = make_params(setup, values, inputs.source_size, defaults)
-        for notice in notices:
+        for notice in (*notices, *make_demo_size_notices(params, setup.checkpoint.folder)):
             logger.warning(PYTHON_NAMING.render(notice))
         return params, inputs
 

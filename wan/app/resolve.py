@@ -431,6 +431,8 @@ def _make_run_notices(
     notices, preset = [], params.preset
     if demo_folder is not None:
         note = "It is randomly initialized, so the video is noise: a test of the installation."
+        if not _DEMO_FOLDER.is_dir():  # installed without the repository
+            note += " The trained demo, examples/demo, comes with a clone of the repository."
         if demo_folder.parent == _DEMO_FOLDER:
             readme = _DEMO_FOLDER / "README.md"
             note = f"It draws plain shapes that move; {readme} lists the words for prompts."
@@ -444,6 +446,18 @@ def _make_run_notices(
     if output.save_file.exists():
         notices.append(f"{output.save_file} exists and will be replaced.")
     return notices
+
+
+def make_demo_size_notices(params: VideoParams, folder: Path | None) -> list[str]:
+    """Returns a notice if a video of a trained demo in the repository is larger than the demo's."""
+    if folder is None or folder.resolve().parent != _DEMO_FOLDER:
+        return []
+    width, height = read_generation_config(folder)["size"]
+    video_width, video_height = params.video_size
+    if video_width * video_height <= 1.1 * width * height:  # an image has another aspect ratio
+        return []
+    size, trained_size = f"{video_width}*{video_height}", f"{width}*{height}"
+    return [f"{size} is not a size the demo was trained on ({trained_size})."]
 
 
 def make_random_checkpoint(run_once: RunOncePerNode, task: str, folder: Path) -> None:

@@ -26,17 +26,11 @@ if not _oldest <= _installed < _first_unsupported:
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from diffusers import (
-    WanImageToVideoPipeline,
-    WanPipeline,
-    WanTransformer3DModel,
-    WanVACEPipeline,
-    WanVACETransformer3DModel,
-)
 from torch import nn
 
 from wan.diffusers import hooks
-from wan.diffusers.session import Networks, Session
+from wan.diffusers.denoise_loop import ANIMATE2_PIPELINES, PIPELINES
+from wan.diffusers.session import NETWORKS, Network, Networks, Session
 from wan.distributed import mesh
 from wan.settings.attention import Attention
 from wan.settings.execution import Execution
@@ -46,8 +40,8 @@ from wan.settings.parallel import Parallel
 from wan.settings.step_cache import StepCache
 from wan.utils.log import logger
 
-Pipe = TypeVar("Pipe", WanPipeline, WanImageToVideoPipeline, WanVACEPipeline)
-Transformer = TypeVar("Transformer", WanTransformer3DModel, WanVACETransformer3DModel)
+Pipe = TypeVar("Pipe")
+Transformer = TypeVar("Transformer", bound=Network)
 
 CACHE_FLAGS = frozenset(list_options(StepCache))
 KEYWORDS = frozenset(
@@ -174,15 +168,18 @@ def _load_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _get_networks(pipe: Any, allow_hooks: bool = False) -> Networks:
-    """Returns the checked networks of a pipeline by expert."""
-    if not isinstance(pipe, WanPipeline | WanImageToVideoPipeline | WanVACEPipeline):
+    """Returns the checked networks of a pipeline by expert; one of two experts may be missing."""
+    if isinstance(pipe, ANIMATE2_PIPELINES):
         raise InputError(
-            f"{type(pipe).__name__} is not supported; WanPipeline, WanImageToVideoPipeline and "
-            "WanVACEPipeline are."
+            f"{type(pipe).__name__} is not supported: its blocks attend to stored keys and values "
+            "of another video, which are not sharded; call it without wan.diffusers."
         )
-    by_expert = {"dit": pipe.transformer}
-    if pipe.config.boundary_ratio is not None:
-        by_expert = {"high_noise": pipe.transformer, "low_noise": pipe.transformer_2}
+    if not isinstance(pipe, PIPELINES):
+        raise InputError(f"{type(pipe).__name__} is not supported; {_list_classes(PIPELINES)} are.")
+    by_expert = {"dit": getattr(pipe, "transformer", None)}  # a modular one may load it later
+    if pipe.config.get("boundary_ratio") is not None:
+        low_noise = getattr(pipe, "transformer_2", None)
+        by_expert = {"high_noise": by_expert["dit"], "low_noise": low_noise}
     networks = {expert: network for expert, network in by_expert.items() if network is not None}
     if not networks:
         raise InputError("The pipeline was loaded without its transformer; load it with one.")
@@ -205,11 +202,8 @@ def _find_objections(network: Any, allow_hooks: bool) -> Iterator[str]:
     """
     if hasattr(network, "_orig_mod") or getattr(network, "_compiled_call_impl", None) is not None:
         yield "The network is compiled as a whole; compile its blocks: compile_repeated_blocks()."
-    if not isinstance(network, WanTransformer3DModel | WanVACETransformer3DModel):
-        yield (
-            f"{type(network).__name__} is not supported; WanTransformer3DModel and "
-            "WanVACETransformer3DModel are."
-        )
+    if not isinstance(network, NETWORKS):
+        yield f"{type(network).__name__} is not supported; {_list_classes(NETWORKS)} are."
     if any(hasattr(module, "_hf_hook") for module in network.modules()):
         yield (
             "The network has accelerate's hooks, of an offload or a device_map; remove them "
@@ -230,3 +224,8 @@ def _find_objections(network: Any, allow_hooks: bool) -> Iterator[str]:
             )
     if getattr(network, "_parallel_config", None) is not None:
         yield "The network has diffusers' own parallelism; load it without enable_parallelism."
+
+
+def _list_classes(classes: tuple[Any, ...]) -> str:
+    *names, last = (item.__name__ for item in classes)
+    return f"{', '.join(names)} and {last}"

@@ -9,7 +9,8 @@ Legend: B batch, S all tokens, L this rank's tokens, C channels, N heads, D head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Sequence
 from itertools import islice
 from math import prod
 from typing import Any, cast
@@ -19,6 +20,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.hooks.hooks import StateManager
 from torch import Tensor
 
+from wan.diffusers.adapters import Adapters, make_adapters
 from wan.diffusers.session import Networks, Session
 from wan.kernels.forward_context import StepInfo
 from wan.modules.interfaces import AttentionCall, SequenceShard
@@ -26,21 +28,20 @@ from wan.modules.rope import RopeTable, apply_rope
 from wan.settings.attention_modes import Grid
 
 NAME = "wan"
-_SCALES_INDEX = 3  # index of VACE's scales in the arguments after the timestep
 
 
 def attach_hooks(session: Session) -> None:
     """Registers the hooks of a session on its networks."""
     for expert, network in session.networks.items():
-        hook = _NetworkHook(session, expert, _Hints(network))
-        _get_registry(network).register_hook(hook, NAME)
+        adapters = make_adapters(session, network)
+        _get_registry(network).register_hook(_NetworkHook(session, expert, adapters), NAME)
+        module_hooks = adapters.make_hooks()
         if session.components.step_cache is not None:
-            hints = hook.hints
             for layer, block in enumerate(network.blocks):
-                block_hook = _BlockHook(session, network.blocks, layer, hints)
-                _get_registry(block).register_hook(block_hook, NAME)
-            for block in hints.blocks.values():
-                _get_registry(block).register_hook(_LazyHintHook(session, hints), NAME)
+                block_hook = _BlockHook(session, network.blocks, layer, adapters)
+                module_hooks.append((block, block_hook))
+        for module, hook in module_hooks:
+            _get_registry(module).register_hook(hook, NAME)
 
 
 def detach_hooks(networks: Networks) -> None:
@@ -70,43 +71,20 @@ class _CallContext(StateManager):
         self.call_context = context
 
 
-class _Hints:
-    """Runs VACE's control blocks after their layers, for a step cache.
-
-    Attributes:
-        blocks: Layer -> the control block whose hint is added after it; empty for other networks.
-        scales: Factors of the hints; None: 1.
-        stream: The control stream [B,L,C] after the last computed control block.
-    """
-
-    def __init__(self, network: Any) -> None:
-        layers = sorted(getattr(network.config, "vace_layers", ()))
-        self.blocks = dict(zip(layers, network.vace_blocks, strict=True)) if layers else {}
-        self.scales: Tensor | None = None
-        self.stream: Tensor | None = None
-
-    def compute_hint(self, layer: int, x_BLC: Tensor, block_args: tuple[Any, ...]) -> Tensor:
-        """Computes the hint of a layer.
-
-        x_BLC: the video stream before the layer's block.
-        """
-        text, modulation, rope = block_args
-        hint, self.stream = self.blocks[layer](x_BLC, text, self.stream, modulation, rope)
-        return hint if self.scales is None else hint * self.scales[[*self.blocks].index(layer)]
-
-
 class _NetworkHook(ModelHook):
     """The hook on a transformer: determines the step of a call and shards the tokens."""
 
     _is_stateful = True
 
-    def __init__(self, session: Session, expert: str, hints: _Hints) -> None:
+    def __init__(self, session: Session, expert: str, adapters: Adapters) -> None:
         super().__init__()
         self.session, self.expert, self.calls = session, expert, _CallContext()
-        self.hints = hints
+        self.adapters = adapters
 
     def initialize_hook(self, module: Any) -> Any:
         self.processors = module.attn_processors
+        # Of the arguments after hidden_states and timestep.
+        self._input_names = [*inspect.signature(type(module).forward).parameters][3:]
         # The layers of control blocks follow those of the video.
         first_layer = {"blocks": 0, "vace_blocks": len(module.blocks)}
         ours = {}
@@ -134,7 +112,7 @@ class _NetworkHook(ModelHook):
         sizes = zip(hidden_states.shape[2:], module.config.patch_size, strict=True)
         grid = cast(Grid, tuple(size // patch for size, patch in sizes))
         step = self._make_step(grid)
-        if session.pipe is not None and step is not None and step.branch == "cond":
+        if session.loop is not None and step is not None and step.branch == "cond":
             if step.index == 0:
                 session.start_video(grid, hidden_states)
                 session.check_inputs(hidden_states, [*args, *kwargs.values()])
@@ -142,18 +120,15 @@ class _NetworkHook(ModelHook):
                 session.check_noise(hidden_states)
         if timestep.ndim == 2:  # one for each token
             timestep = tokens.shard(timestep, grid)
-        hooks: dict[str, Callable[..., Any]] = {
-            "patch_embedding": lambda _, __, x: _shard_patches(x, tokens, grid),
-            "rope": lambda _, __, table: _shard_rotation(table, tokens, grid),
-            "proj_out": lambda _, __, x: tokens.gather(x, grid),
-        }
-        if hasattr(module, "vace_patch_embedding"):
-            hooks["vace_patch_embedding"] = hooks["patch_embedding"]
+        inputs = dict(zip(self._input_names, args, strict=False)) | kwargs
 
         def compute() -> Any:
             session.step, session.valid_len = step, prod(grid)
-            scales = args[_SCALES_INDEX] if len(args) > _SCALES_INDEX else None
-            self.hints.scales = kwargs.get("control_hidden_states_scale", scales)
+            hooks = {
+                **self.adapters.start_call(inputs, grid),
+                "rope": lambda _, __, table: _shard_rotation(table, tokens, grid),
+                "proj_out": lambda _, __, x: tokens.gather(x, grid),
+            }
             # For this call only: a LoRA may replace these modules.
             handles = [getattr(module, name).register_forward_hook(hooks[name]) for name in hooks]
             try:
@@ -163,48 +138,37 @@ class _NetworkHook(ModelHook):
                     handle.remove()
 
         if step is None or not session.pairs_branches:
-            return compute()
-        return session.compute_paired_branch(step, hidden_states, compute)
+            result = compute()
+        else:
+            result = session.compute_paired_branch(step, hidden_states, compute)
+        if step is not None:
+            session.end_step(step)
+        return result
 
     def _make_step(self, grid: Grid) -> StepInfo | None:
         """Returns the step of the current call; None if it is unknown."""
-        call_context, pipe = self.calls.call_context, self.session.pipe
-        if pipe is None:
-            index = getattr(call_context, "step_index", None)
-            count = getattr(call_context, "num_inference_steps", None)
-        else:  # the scheduler has no index before its first step
-            index, count = pipe.scheduler.step_index or 0, pipe.num_timesteps
-        if index is None or count is None:
-            return None
-        branch = getattr(call_context, "name", call_context) or "cond"
-        return StepInfo(index, count, branch, self.expert, grid, prod(grid))
-
-
-class _LazyHintHook(ModelHook):
-    """The hook on a control block, which diffusers calls before all blocks, for a step cache.
-
-    It stores the control stream and returns a hint of zero.
-    """
-
-    def __init__(self, session: Session, hints: _Hints) -> None:
-        super().__init__()
-        self.session, self.hints = session, hints
-
-    def new_forward(
-        self, _: Any, x_BLC: Tensor, text: Tensor, c_BLC: Tensor, *block_args: Any
-    ) -> Any:
-        if self.session.in_blocks:
-            return self.fn_ref.original_forward(x_BLC, text, c_BLC, *block_args)
-        self.hints.stream = c_BLC
-        return x_BLC.new_zeros(()), c_BLC
+        call_context = self.calls.call_context
+        name = getattr(call_context, "name", call_context)
+        if self.session.loop is not None:
+            step = self.session.loop.find_step(self.expert, name)
+        else:
+            counts = ("step_index", "num_inference_steps")
+            index, count = (getattr(call_context, attribute, None) for attribute in counts)
+            if index is None or count is None:
+                return None
+            step = index, count, name or "cond"
+        return StepInfo(*step, self.expert, grid, prod(grid))
 
 
 class _BlockHook(ModelHook):
     """The hook on a block for a step cache: the first block's call computes all blocks."""
 
-    def __init__(self, session: Session, blocks: Sequence[Any], layer: int, hints: _Hints) -> None:
+    def __init__(
+        self, session: Session, blocks: Sequence[Any], layer: int, adapters: Adapters
+    ) -> None:
         super().__init__()
-        self.session, self.blocks, self.layer, self.hints = session, blocks, layer, hints
+        self.session, self.blocks, self.layer = session, blocks, layer
+        self.adapters = adapters
 
     def new_forward(self, _: Any, x_BLC: Tensor, *block_args: Any) -> Tensor:
         if self.session.in_blocks:
@@ -219,8 +183,7 @@ class _BlockHook(ModelHook):
         def blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
             for layer, block in islice(enumerate(self.blocks), first, last):
                 x_before, x_BLC = x_BLC, block(x_BLC, *block_args)
-                if layer in self.hints.blocks:
-                    x_BLC = x_BLC + self.hints.compute_hint(layer, x_before, block_args)
+                x_BLC = self.adapters.apply(layer, x_before, x_BLC, block_args)
             return x_BLC
 
         session.in_blocks = True
@@ -275,12 +238,6 @@ def _write_qkv(attn: Any, x_BLC: Tensor, rope: RopeTable, call: AttentionCall) -
 def _rotate_qk(x_BLC: Tensor, heads: int, table: RopeTable) -> Tensor:
     """Splits x into heads [B,L,N,D] and applies RoPE."""
     return apply_rope(x_BLC.unflatten(-1, (heads, -1)).float(), table).type_as(x_BLC)
-
-
-def _shard_patches(x_BCFHW: Tensor, tokens: SequenceShard, grid: Grid) -> Tensor:
-    """Shards patch embeddings to [B,C,L,1,1], strided like a convolution's output."""
-    x_BLC = tokens.shard(x_BCFHW.flatten(2).transpose(1, 2), grid)
-    return x_BLC.transpose(1, 2).contiguous()[..., None, None]
 
 
 def _shard_rotation(table: RopeTable, tokens: SequenceShard, grid: Grid) -> RopeTable:

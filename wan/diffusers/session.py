@@ -9,10 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
-from diffusers import WanImageToVideoPipeline, WanTransformer3DModel, WanVACETransformer3DModel
+from diffusers import (
+    WanAnimateTransformer3DModel,
+    WanImageToVideoPipeline,
+    WanTransformer3DModel,
+    WanVACETransformer3DModel,
+)
 from torch import Tensor
 
 from wan import device as devices
@@ -20,6 +25,7 @@ from wan.app.resolve import make_setup
 from wan.cache.tea import compute_embedding_changes
 from wan.checkpoint.config import KINDS, DitConfig
 from wan.checkpoint.layout import Checkpoint, DitFiles, make_reference_checkpoint
+from wan.diffusers.denoise_loop import make_denoise_loop
 from wan.distributed import mesh
 from wan.distributed.mesh import ParallelGroups
 from wan.kernels.forward_context import StepInfo
@@ -36,8 +42,14 @@ from wan.settings.presets import PRESETS, Preset
 from wan.tasks.base import VideoParams, make_video_params
 from wan.utils.log import logger
 
-Networks = Mapping[str, WanTransformer3DModel | WanVACETransformer3DModel]
+NETWORKS = (WanTransformer3DModel, WanVACETransformer3DModel, WanAnimateTransformer3DModel)
+"""The supported classes."""
+Network: TypeAlias = (
+    WanTransformer3DModel | WanVACETransformer3DModel | WanAnimateTransformer3DModel
+)
+Networks = Mapping[str, Network]
 """Expert -> its network."""
+_KIND_OF_NETWORK = {WanVACETransformer3DModel: "vace", WanAnimateTransformer3DModel: "animate"}
 _PRECISIONS = {dtype: name for name, dtype in build.DTYPES.items()}
 
 
@@ -46,6 +58,7 @@ class Session:
 
     Attributes:
         components: Attention, token shard and caches.
+        loop: The pipeline's loop; None if another program calls the network.
         pairs_branches: Both calls of a step are computed in the second one.
         step: The current forward pass; it has `valid_len` tokens without padding.
         in_blocks: A cache is computing blocks.
@@ -68,6 +81,7 @@ class Session:
             groups: Existing groups of these ranks; None: they are made.
         """
         self.networks, self.pipe, self.values = networks, pipe, values
+        self.loop = None if pipe is None else make_denoise_loop(pipe)
         network = next(iter(networks.values()))
         self.setup, notices = _make_session_setup(networks, values, world_size)
         index = network.device.index
@@ -102,7 +116,9 @@ class Session:
 
     def start_video(self, grid: Grid, x_BCFHW: Tensor) -> None:
         """Starts a video; all ranks refuse settings that do not fit it."""
-        self._pending_cond = None
+        self.end_video()  # Animate begins several
+        assert self.loop is not None
+        self.loop.check()
         params = self._make_params(grid)
         if self.groups is not None:
             noise_sum = x_BCFHW[:, : params.latent_shape[0], -1].float().sum().item()
@@ -167,11 +183,16 @@ class Session:
                 "diffusers' own cache or parallelism was enabled on the network besides ours; call "
                 "deparallelize, and choose one of them."
             )
-        if self.pipe is not None and getattr(self.pipe, "current_timestep", None) is None:
+        if self.loop is not None and not self.loop.is_running:
             raise InputError(
                 "The network is called by another program than its pipeline, which has the steps; "
                 "pass that pipeline to parallelize_pipe, or the network to parallelize_transformer."
             )
+
+    def end_step(self, step: StepInfo) -> None:
+        """Ends the video after its last call, if its pipeline does not."""
+        if self.loop is not None and self.loop.ends_at(step.index, step.branch):
+            self.end_video()
 
     def end_video(self) -> None:
         """Ends a video: frees cached tensors and logs the skipped steps."""
@@ -189,7 +210,8 @@ class Session:
         The cond call returns a tensor of NaNs, which the uncond call fills.
         """
         if step.branch == "cond":
-            if not self.pipe.do_classifier_free_guidance or self._pending_cond is not None:
+            assert self.loop is not None
+            if not self.loop.has_guidance or self._pending_cond is not None:
                 raise InputError(
                     "Guidance ends in the middle of the video, but its branches are computed "
                     "together (`cfg_size=2`, or the step cache cfg); keep it, or drop them."
@@ -215,14 +237,17 @@ class Session:
 
     def _make_params(self, grid: Grid) -> VideoParams:
         """Makes the parameters of the pipeline's video, for checks and step caches."""
-        pipe, preset, config = self.pipe, self.setup.preset, self.pipe.scheduler.config
-        timesteps, boundary = pipe.scheduler.timesteps.tolist(), pipe.config.boundary_ratio
+        loop, preset, config = self.loop, self.setup.preset, self.pipe.scheduler.config
+        assert loop is not None
+        timesteps, boundary = loop.timesteps, self.pipe.config.get("boundary_ratio")
         high_noise_steps = sum(t >= (boundary or 0) * config.num_train_timesteps for t in timesteps)
         frames, height, width = (
             n * patch * stride
             for n, patch, stride in zip(grid, preset.patch_size, preset.vae_stride, strict=True)
         )
-        guidance = pipe.guidance_scale if pipe.do_classifier_free_guidance else 1
+        if preset.kind == "animate":
+            frames -= preset.vae_stride[0]  # of the reference image
+        guidance = loop.guidance_scale
         values = {
             "size": (width, height),
             "frame_num": frames - preset.vae_stride[0] + 1,
@@ -230,13 +255,19 @@ class Session:
             "base_seed": 0,
             **({} if boundary is None else {"boundary": boundary}),
         }
-        if self.setup.policy is not None and self.setup.policy.requires_shift:
+        requires_shift = self.setup.policy is not None and self.setup.policy.requires_shift
+        if requires_shift and not loop.begins_with_noise:
+            raise InputError(
+                "The video begins in the middle of the schedule (strength), and curves of mag are "
+                "made for all of it; use another step cache."
+            )
+        if requires_shift:
             shift = config.get("flow_shift") or config.get("shift") or 1.0
             values |= {"sample_steps": len(timesteps), "sample_shift": shift}
         else:
             values |= {"sample_solver": "euler", "timesteps": tuple(timesteps)}
             values |= {} if boundary is None else {"boundary_step": high_noise_steps}
-        covers_image = preset.kind == "ti2v" and isinstance(pipe, WanImageToVideoPipeline)
+        covers_image = preset.kind == "ti2v" and isinstance(self.pipe, WanImageToVideoPipeline)
         params = make_video_params(preset, values, (width, height) if covers_image else None)
         if (
             boundary is not None
@@ -288,8 +319,8 @@ def _make_session_setup(
 def _describe_networks(networks: Networks) -> tuple[Preset, Checkpoint]:
     """Finds the task of networks, and describes them as a checkpoint without files."""
     network = next(iter(networks.values()))
-    config, is_vace = network.config, isinstance(network, WanVACETransformer3DModel)
-    kind = "vace" if is_vace else KINDS.get(config.in_channels)
+    config = network.config
+    kind = _KIND_OF_NETWORK.get(type(network), KINDS.get(config.in_channels))
     heads = config.num_attention_heads
     if kind is None:
         raise InputError(
@@ -299,7 +330,7 @@ def _describe_networks(networks: Networks) -> tuple[Preset, Checkpoint]:
     num_images = 0 if not config.image_dim else 2 if config.pos_embed_seq_len else 1
 
     def similarity(preset: Preset) -> tuple[bool, ...]:
-        experts = {*preset.experts} == {*networks}
+        experts = {*networks} <= {*preset.experts}  # one of two may be missing
         return (
             preset.kind == kind,
             experts,
@@ -314,7 +345,7 @@ def _describe_networks(networks: Networks) -> tuple[Preset, Checkpoint]:
         "num_heads": heads,
         "num_layers": config.num_layers,
     }
-    if is_vace:
+    if kind == "vace":
         overrides["vace_layers"] = tuple(config.vace_layers)
     files = DitFiles(Path(preset.folder), cast(DitConfig, {**base.config, **overrides}), {})
     return preset, replace(base, experts=dict.fromkeys(networks, files))

@@ -131,6 +131,22 @@ def read_constructor_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
+FOREIGN_NAMES = {
+    **{flag.keyword: name for name, flag in FLAGS.items() if flag.keyword},
+    **{flag.diffusers: name for name, flag in FLAGS.items() if isinstance(flag.diffusers, str)},
+    **dict.fromkeys(("steps", "infer_steps", "num_steps"), "sample_steps"),
+    **dict.fromkeys(("height", "width", "resolution"), "size"),
+    **dict.fromkeys(("frames", "video_length"), "frame_num"),
+    **dict.fromkeys(("output", "out", "output_path", "output_dir", "save_path"), "save_file"),
+    **dict.fromkeys(("cfg", "cfg_scale", "guidance"), "sample_guide_scale"),
+    **dict.fromkeys(("model", "model_path", "checkpoint"), "ckpt_dir"),
+    **dict.fromkeys(("lora_path", "lora_weights"), "lora"),
+    "generator": "base_seed",
+}
+"""Name in other programs, or keyword of the official classes -> flag."""
+_OF_SAVE_VIDEO = ("fps", "save_file")
+
+
 def make_keyword_error(name: str, call: str) -> InputError:
     """Makes the error for a keyword that a call of the Python classes does not accept.
 
@@ -139,31 +155,22 @@ def make_keyword_error(name: str, call: str) -> InputError:
         call: "load" for the constructor, "video" for `generate`.
     """
     methods = {"load": "the constructor", "video": "generate"}
-    spellings = {} if call == "load" else dict(_OTHER_SPELLINGS)
-    for flag, option in FLAGS.items():
-        if option.python == call:
-            keyword = PYTHON_KEYWORDS.get(flag, flag)
-            spellings |= {flag: keyword, keyword: keyword, str(option.diffusers): keyword}
+    spellings = FOREIGN_NAMES | {flag: flag for flag in FLAGS}
+    flag = spellings.get(name)
+    if flag is None:
+        accepted = [n for n, flag in spellings.items() if FLAGS[flag].python == call]
+        similar = get_close_matches(name, accepted, n=1, cutoff=0.7)
+        flag = spellings[similar[0]] if similar else None
     remedy = "remove it"
-    if name in FLAGS and FLAGS[name].python is not None:
-        remedy = f"give it to {methods[str(FLAGS[name].python)]}"
-    elif matches := get_close_matches(name, spellings, n=1, cutoff=0.7):
-        remedy = f"did you mean {spellings[matches[0]]}"
+    if flag is not None and FLAGS[flag].python is not None:
+        keyword, owner = PYTHON_KEYWORDS.get(flag, flag), str(FLAGS[flag].python)
+        remedy = f"did you mean {keyword}"
+        if owner != call:
+            remedy = f"give it to {methods[owner]}"
+            remedy += "" if keyword == name else f" as {keyword}"
+    elif flag in _OF_SAVE_VIDEO:
+        remedy = "give it to wan.save_video"
     return InputError(name, why=f"is not a known keyword of {methods[call]}", remedy=remedy)
-
-
-_OTHER_SPELLINGS = {
-    "prompt": "input_prompt",
-    "negative_prompt": "n_prompt",
-    "steps": "sampling_steps",
-    "num_steps": "sampling_steps",
-    "cfg": "guide_scale",
-    "cfg_scale": "guide_scale",
-    "width": "size",
-    "height": "size",
-    "generator": "seed",
-}
-"""Keywords of other libraries -> keyword of `generate`."""
 
 
 def is_python_setting(name: str, call: str) -> bool:
