@@ -74,7 +74,15 @@ def test_a_run_has_the_outcome_of_the_same_run(make: Make) -> None:
 def test_a_setting_of_the_output_arrives(name: str, make: Make) -> None:
     """In the encoder's command, the names of the files, the trace or the log.
 
-    The record and the video's comment do not count: they repeat settings even if unused.
+    The record and the video's comment do not count: they repeat settings even if unused. A setting
+    of the encoder is in the record, and is set for decoding and in a line of a prompt file, too.
     """
     text, _, more = CASES[name]
-    assert make(*more, f"--{name}", text) != make(*more)
+    outcome, default, option = (
+        make(*more, f"--{name}", text),
+        make(*more),
+        list_options(Output)[name],
+    )
+    assert outcome != default
+    if outcome.encoder != default.encoder:
+        assert option.record and option.decoding and option.line

@@ -30,6 +30,7 @@ from tests.refusals import check_refusals
 from wan.configs import WAN_CONFIGS
 from wan.diffusers import deparallelize, parallelize_transformer
 from wan.modules.blocks import WanAttentionBlock
+from wan.settings import attention_modes
 from wan.settings.errors import InputError
 from wan.settings.parallel import EXCHANGES
 
@@ -37,9 +38,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 
 HEADS = {"t2v-1.3B": 12, "ti2v-5B": 24}
 MODES: dict[str, Settings] = {
-    "0": {},
-    "1": {"comm_type": 1},
-    "2": {"comm_type": 2},
+    **{str(mode): {"comm_type": mode} if mode else {} for mode in attention_modes.MODES},
     "overlap": {"fa_alltoall_overlap": True},
 }
 MODE_FLAGS = {name for mode in MODES.values() for name in mode}
@@ -89,7 +88,8 @@ def check_latents(
                 continue
             baseline = rank_latents[settings.index(layout)]
             # One attention differs by 1e-6; blocks, guidance and three steps make this larger.
-            limit = 2e-5 if parallel_settings.get("comm_type") == 2 else 0
+            mode = attention_modes.MODES[parallel_settings.get("comm_type", 0)]
+            limit = 2e-5 if mode.blocks > 1 else 0
             assert (latents - baseline).abs().max() <= limit, parallel_settings
 
 
@@ -411,7 +411,7 @@ def collect_refusals(video: Video, image_video: Video) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["0", "1", "2"])
+@pytest.mark.parametrize("mode", map(str, attention_modes.MODES))
 @pytest.mark.usefixtures("one_thread")
 def test_compiled_blocks_have_one_graph(tiny: Any, mode: str) -> None:
     """One graph for all blocks and steps, without a graph break."""

@@ -70,7 +70,7 @@ REFUSED_ARGUMENTS = (
     "",
     "--out x --repeats 3",
     "--out x --repeats many",
-    "--out x --modes 0,3",
+    "--out x --modes 0,99",
     "--out x --chunks 0",
     "--out x --preset huge",
     "--out x --plan few",

@@ -24,6 +24,7 @@ from wan.kernels.rainfusion_masks import make_window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
+from wan.settings.attention_modes import MODES
 from wan.settings.parallel import Parallel
 from wan.settings.presets import PRESETS
 from wan.settings.step_cache import StepCache
@@ -150,7 +151,7 @@ def velocities(
 
 LAYOUTS = [
     Layout(*sizes, comm_type)
-    for *sizes, comm_type in product((1, 2), (1, 2), (1, 2, 4), (0, 1, 2))
+    for *sizes, comm_type in product((1, 2), (1, 2), (1, 2, 4), MODES)
     if 1 < sizes[0] * sizes[1] * sizes[2] <= 8 and (comm_type == 0 or sizes[2] > 1)
 ]
 FAST = {  # each layout of two ranks once, each policy once

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from wan.settings.attention_modes import MODES
+from wan.settings.kernels import DENSE_KERNELS, list_dense_kernels
 from wan.settings.presets import PRESETS
 from wan.settings.solvers import SOLVERS
 
@@ -41,6 +42,14 @@ def test_solvers_of_few_steps_have_their_formulas(solver: str) -> None:
 def test_the_documents_name_every_mode(mode: int) -> None:
     for name in ("docs/fa_power_cap.md", "README.md", "infer_t2v.sh", "infer_i2v.sh"):
         assert f"{mode} {MODES[mode].name}" in (REPO / name).read_text()
+    assert f"\n| {mode} | " in (REPO / "README.zh.md").read_text()
+    assert f"`--comm_type {{{','.join(map(str, MODES))}}}`" in (REPO / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", list_dense_kernels("attention_backend"))
+def test_a_page_describes_the_kernels_without_xfuser(name: str) -> None:
+    if DENSE_KERNELS[name].xfuser_member is None:
+        assert f"\n- `{name}`: " in (REPO / "docs" / "attention_backends.md").read_text()
 
 
 @pytest.mark.parametrize("task", PRESETS)

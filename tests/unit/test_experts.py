@@ -27,6 +27,7 @@ from wan.pipeline.pipeline import Experts, LazyModule
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
+from wan.settings.solvers import SOLVERS
 from wan.tasks.base import (
     NO_INPUTS,
     DenoiseInputs,
@@ -92,7 +93,7 @@ def find_latents(root: object) -> list[torch.Tensor]:
 
 def test_a_paused_video_leaves_its_device() -> None:
     """The tensors that a solver keeps from earlier steps leave the device, too."""
-    for solver in ("unipc", "dpm++", "euler", "rcm"):
+    for solver in SOLVERS:
         steps = {"sample_steps": 4, "boundary_step": 3} if solver == "rcm" else {}
         video = DenoisingLoop(*make_six_steps(sample_solver=solver, **steps))
         video.advance(Recorder(), num_experts=1)

@@ -196,6 +196,11 @@ ON_CPU = [
 ]
 
 
+def test_a_flag_selects_the_row_of_its_name() -> None:
+    for name, row in DENSE_KERNELS.items():
+        assert Attention(**{row.flag: name}).dense_kernel is row
+
+
 def test_every_dense_kernel_of_cpus_computes_the_formula() -> None:
     """Those of xfuser are compared in tests/xfuser, those of NPUs in tests/npu_sim."""
     for name, precision, head in product(ON_CPU, ("fp32", "bf16"), (8, 64, 128)):
@@ -213,6 +218,7 @@ def test_every_dense_kernel_of_cpus_computes_the_formula() -> None:
             assert_close(output.transpose(1, 2).double(), expected, **near)
             if row.has_lse:
                 output, lse = kernel.with_lse(q, k, v)
+                assert output.dtype == dtype and lse.dtype == torch.float32
                 assert_close(output.transpose(1, 2).double(), expected, **near)
                 assert_close(lse.double(), logsum, **near)
 

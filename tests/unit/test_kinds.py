@@ -22,7 +22,7 @@ from wan.checkpoint.layout import check_task, inspect_checkpoint
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import GROUPS
-from wan.settings.presets import PRESETS, TASKS_OF_KIND
+from wan.settings.presets import PRESETS, SIZES, TASKS_OF_KIND
 from wan.settings.video_options import INPUT_OPTIONS
 from wan.tasks.base import TASKS, get_task
 
@@ -41,6 +41,16 @@ def test_a_network_shows_its_kind(task: str) -> None:
     assert detect_kind(tensors, preset.in_dim) == preset.kind
     assert preset.in_dim in KINDS
     assert (preset.kind in CONFIG_READERS) == bool(preset.network_config)
+
+
+@pytest.mark.parametrize("task", PRESETS)
+def test_the_numbers_of_a_preset_fit_each_other(task: str) -> None:
+    preset = PRESETS[task]
+    assert preset.dim % (2 * preset.num_heads) == 0, "rotary embeddings rotate pairs of channels"
+    assert "*".join(map(str, preset.size)) in preset.trained_sizes
+    assert {*preset.trained_sizes} <= {*SIZES}
+    assert (preset.boundary is None) == (len(preset.experts) == 1)
+    assert preset.folder not in {other.folder for other in PRESETS.values() if other is not preset}
 
 
 @pytest.mark.parametrize("kind", TASKS_OF_KIND)

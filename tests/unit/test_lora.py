@@ -21,7 +21,7 @@ from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
 from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora import LoraFile, parse_lora_file
-from wan.checkpoint.lora_names import NAMINGS
+from wan.checkpoint.lora_names import NAMINGS, is_low_noise
 from wan.checkpoint.merge_lora import merge_loras, open_lora_sources
 from wan.settings.errors import FileChangedError, InputError
 
@@ -128,7 +128,12 @@ def test_families(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None
 
 
 # Those of the low-noise expert need two networks.
-PREFIXES = {row.prefix for row in NAMINGS} - {"transformer_2.", "pipe.dit2."}
+PREFIXES = {row.prefix for row in NAMINGS if not is_low_noise(f"{row.prefix}{Q}")}
+
+
+def test_the_prefixes_of_the_low_noise_expert() -> None:
+    rows = {row.program for row in NAMINGS if row.prefix not in PREFIXES}
+    assert rows == {row.program for row in NAMINGS if "low-noise" in row.program}
 
 
 def test_every_naming_of_the_table(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:

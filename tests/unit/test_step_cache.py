@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 import wan
-from tests.conftest import slow
 from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from tools import calibrate_mag
@@ -522,9 +521,7 @@ def record_forwards(monkeypatch: pytest.MonkeyPatch) -> list[Forward]:
     return forwards
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("first_block", "cfg") else slow(name) for name in POLICIES]
-)
+@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.usefixtures("one_thread")
 def test_a_run_computes_what_its_policy_promises(
     name: str, tiny: Any, monkeypatch: pytest.MonkeyPatch
@@ -569,7 +566,7 @@ def test_a_run_computes_what_its_policy_promises(
     promised = re.search(r"at most ([\d.]+) times as fast", line)
     if promised is not None:
         assert float(promised[1]) == pytest.approx(factor, abs=0.005)
-    assert promised or "self-attention" in line or "decided" in line or "known when" in line
+    assert promised or "self-attention" in line or "decided" in line or "after loading" in line
 
 
 def test_the_documents_name_each_policy() -> None:

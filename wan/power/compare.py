@@ -132,8 +132,9 @@ def _parse_compare_options(argv: Sequence[str]) -> Namespace:
     parser.add_argument(
         "--repeats", default="5", metavar="N", help="number of rounds, at least 5 (default: 5)"
     )
+    modes_help = "values of --comm_type (default: %(default)s)"
     parser.add_argument(
-        "--modes", default="0,1,2", metavar="LIST", help="values of --comm_type (default: 0,1,2)"
+        "--modes", default=",".join(map(str, MODES)), metavar="LIST", help=modes_help
     )
     parser.add_argument(
         "--chunks", metavar="LIST", help="also run InsertComm with these numbers of head chunks"

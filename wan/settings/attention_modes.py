@@ -71,6 +71,7 @@ MODES = {  # by --comm_type
     1: Mode("InsertComm", chunks=10, blocks=1, order=order_sequentially),
     2: Mode("BlockAttn", chunks=10, blocks=2, order=order_sequentially),
 }
+CHUNKED_MODES = tuple(comm_type for comm_type, mode in MODES.items() if mode.chunks > 1)
 # The opposite aim: exchanges overlap with attention, and the device does not idle.
 OVERLAP = Mode("A2A/FA overlap", chunks=10, blocks=1, order=order_with_overlap)
 

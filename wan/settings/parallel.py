@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from wan.settings import rules
-from wan.settings.attention_modes import MODES, Mode, count_heads_per_rank, select_attention_mode
+from wan.settings.attention_modes import (
+    CHUNKED_MODES,
+    MODES,
+    Mode,
+    count_heads_per_rank,
+    select_attention_mode,
+)
 from wan.settings.errors import InputError
 from wan.settings.fields import build_from_values, layout_option
 from wan.settings.values import choice, integer, real, switch
@@ -61,8 +67,8 @@ class Parallel:
     chunks: int | None = layout_option(
         None,
         _SIZE,
-        "maximum of head chunks of --comm_type 1, 2 and --fa_alltoall_overlap (default 10, as "
-        "published)",
+        f"maximum of head chunks of --comm_type {', '.join(map(str, CHUNKED_MODES))} and "
+        "--fa_alltoall_overlap (default 10, as published)",
         diffusers=True,
     )
     fa_alltoall_overlap: bool = layout_option(

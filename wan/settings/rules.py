@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from wan.settings.attention_modes import CHUNKED_MODES
 from wan.settings.errors import InputError
+from wan.settings.solvers import SOLVERS_OF_ANY_TIMESTEPS
+from wan.settings.values import join_with_or
 
 Values = Mapping[str, Any]
 """Flag -> value, and further values that conditions of rules use."""
@@ -108,6 +111,7 @@ USER_SETTING_RULES = (
 """Rules for the settings of one call."""
 
 _CHUNKS = "`chunks={chunks}`"
+_CHUNKED = (*(f"`comm_type={comm_type}`" for comm_type in CHUNKED_MODES), "`fa_alltoall_overlap`")
 TOPOLOGY_RULES = (
     make_conflict_rule(
         "comm_type",
@@ -173,9 +177,9 @@ TOPOLOGY_RULES = (
     make_conflict_rule("compile", "fa_alltoall_overlap"),
     Rule(
         ("chunks",),
-        "has an effect only with `comm_type=1`, `comm_type=2` or `fa_alltoall_overlap`",
+        f"has an effect only with {join_with_or(_CHUNKED)}",
         "add one of them, or drop it",
-        lambda s: not (s.comm_type or s.fa_alltoall_overlap),
+        lambda s: s.comm_type not in CHUNKED_MODES and not s.fa_alltoall_overlap,
         _CHUNKS,
     ),
     Rule(
@@ -307,7 +311,7 @@ SAMPLING_RULES = (
     Rule(
         ("timesteps",),
         "has no effect on `sample_solver={sample_solver}`, which computes them from `sample_shift`",
-        "use euler, dmd or rcm, or drop `timesteps`",
+        f"use {join_with_or(SOLVERS_OF_ANY_TIMESTEPS)}, or drop `timesteps`",
         lambda s: not s.solver.takes_any_timesteps,
     ),
     Rule(

@@ -66,3 +66,4 @@ SOLVERS = {
         takes_any_timesteps=True,
     ),
 }
+SOLVERS_OF_ANY_TIMESTEPS = tuple(name for name, row in SOLVERS.items() if row.takes_any_timesteps)

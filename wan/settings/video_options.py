@@ -11,7 +11,7 @@ from pathlib import Path
 from wan.settings import values
 from wan.settings.fields import REQUIRED, command_option, load_option, option
 from wan.settings.presets import TASKS_OF_KIND, TRAIN_TIMESTEPS, Preset
-from wan.settings.solvers import SOLVERS
+from wan.settings.solvers import SOLVERS, SOLVERS_OF_ANY_TIMESTEPS
 from wan.settings.values import choice, integer, real, switch
 
 Size = tuple[int, int]
@@ -50,8 +50,9 @@ class Sampling:
     timesteps: tuple[float, ...] | None = option(
         None,
         values.read_timesteps,
-        "timestep of each step, falling, above 0 to 1000, for euler, dmd and rcm (default: from "
-        "--sample_steps and --sample_shift)",
+        "timestep of each step, falling, above 0 to 1000, for "
+        f"{values.join_with_or(SOLVERS_OF_ANY_TIMESTEPS)} (default: from --sample_steps and "
+        "--sample_shift)",
         diffusers=True,
     )
     boundary_step: int | None = option(
