@@ -15,6 +15,7 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import wan
 from tests.conftest import Refusals, Tiny, slow
@@ -84,19 +85,24 @@ def test_poses_and_the_picture_as_first_frame(
     assert len(posed) == frames and np.abs(posed[-9:] - one.frames[:9]).max() > 20
 
 
+def fail_after(num_forwards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the network raise an error after some forwards; a clip has 2 * 2."""
+    calls, forward = [0], WanModel_S2V.forward
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > num_forwards:
+            raise OSError(28, "No space left on device")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(WanModel_S2V, "forward", fail)
+
+
 def test_clips_before_a_failure_are_kept(
     one: TaskRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second clip fails; the first one is kept, and the next run continues after it."""
-    calls, forward = [0], WanModel_S2V.forward
-
-    def fail_in_second_clip(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] > 2 * 2:
-            raise OSError(28, "No space left on device")
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(WanModel_S2V, "forward", fail_in_second_clip)
+    fail_after(2 * 2, monkeypatch)
     assert run_generate(*one.argv, "--save_file", tmp_path / "v.mp4") == 1
     (folder,) = tmp_path.iterdir()
     assert {path.name for path in folder.iterdir()} == {"0001.mp4", "0001.safetensors"}
@@ -104,6 +110,26 @@ def test_clips_before_a_failure_are_kept(
     monkeypatch.undo()
     assert (one.make_frames(tmp_path / "v.mp4") == one.frames).all() and not folder.exists()
     assert "Audio: aac" in read_stream_info(tmp_path / "v.mp4")
+
+
+def test_of_large_states_the_last_one_is_kept(
+    one: TaskRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """The third clip fails. Without the second one, nothing is left from which to continue."""
+    flags, states = ["--infer_frames", "8"], tmp_path / "v.clips"
+    whole = one.make_frames(tmp_path / "whole.mp4", *flags)
+    for is_damaged, lines in ((False, "2 of "), (True, "clips 1 to 1 are generated again")):
+        with monkeypatch.context() as patch:
+            patch.setattr("wan.app.clip_store._MAX_KEPT_STATE", 0)
+            fail_after(2 * 2 * 2, patch)
+            assert run_generate(*one.argv, *flags, "--save_file", tmp_path / "v.mp4") == 1
+        assert [len(load_file(states / f"000{n}.safetensors")) for n in (1, 2)] == [0, 1]
+        if is_damaged:
+            (states / "0002.mp4").unlink()
+        capfd.readouterr()
+        assert (one.make_frames(tmp_path / "v.mp4", *flags) == whole).all()
+        assert lines in capfd.readouterr().out
+        (tmp_path / "v.mp4").unlink()
 
 
 BAD: dict[str, list[str]] = {

@@ -1,10 +1,10 @@
 """Stores the clips of a long video on disk, so that an interrupted run can be resumed.
 
 The folder `NAME.clips` of the video `NAME.mp4` has for each clip `0001.mp4` and, written last,
-`0001.safetensors` with the clip state, from which the next clip starts. The clips of a long i2v
-video are joined into the video; those of other tasks are stored losslessly, and their frames are
-encoded together. Then the folder is removed unless `--save_latents` is given. A later run with more
-clips generates only the missing ones.
+`0001.safetensors` with the clip state, from which the next clip starts; of large states only the
+last one is kept. The clips of a long i2v video are joined into the video; those of other tasks are
+stored losslessly, and their frames are encoded together. Then the folder is removed unless
+`--save_latents` is given. A later run with more clips generates only the missing ones.
 
 The metadata of a clip state has the settings and input digests of the run, and the digests of the
 clip's mp4, of the state and of the previous state. A clip with other values is generated again.
@@ -38,7 +38,7 @@ NUMBERED_SAFETENSORS = "[0-9][0-9][0-9][0-9].safetensors"
 CLIP_STATE_KIND = make_safetensors_kind("a state of generate.py --num_clip", "settings")
 CLIP_KINDS = {"[0-9][0-9][0-9][0-9].mp4": VIDEO_KIND, NUMBERED_SAFETENSORS: CLIP_STATE_KIND}
 """File name pattern in the folder of clips -> kind of the file."""
-_MAX_KEPT_STATE = 1 << 24  # bytes; a larger state is kept for the last clip only
+_MAX_KEPT_STATE = 1 << 27  # bytes; a larger state, as of S2V, is kept for the last clip only
 _VARIABLE_SETTINGS = ("save_file", "save_latents", "num_clip", "clip_prompts", "offload_model")
 """Settings that may differ between the runs that generate the clips of one video."""
 
@@ -52,10 +52,13 @@ class ClipFiles:
 
     def count_finished(self) -> int:
         """Returns the number of clips, from the first, that are stored and match this run."""
-        num_finished = self._count_matching()
+        num_matching = num_finished = self._count_matching()
         num_clips = self._run.params.num_clip or 0
         while 0 < num_finished < num_clips and self._read_state(num_finished - 1) is None:
             num_finished -= 1  # no clip can follow it
+        if num_finished < num_matching:
+            text = "%s: clips %d to %d are generated again, because no state after them is stored."
+            logger.info(text, self.folder, num_finished + 1, num_matching)
         return num_finished
 
     def _count_matching(self) -> int:
@@ -191,5 +194,5 @@ class ClipFiles:
 def _digest_tensor(tensor: Tensor) -> str:
     """Returns the SHA-256 of a tensor's dtype, shape and values."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    digest.update(tensor.contiguous().numpy().tobytes())
+    digest.update(tensor.contiguous().flatten().numpy().data)
     return digest.hexdigest()

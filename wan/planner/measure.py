@@ -29,8 +29,7 @@ from wan.kernels.interfaces import Target
 from wan.kernels.registry import select_kernels
 from wan.modules import clip, t5
 from wan.modules.model import WanModel
-from wan.modules.vae import tiles
-from wan.modules.vae import video_vae as vae
+from wan.modules.vae import tiles, video_vae
 from wan.pipeline import build, memory_estimate, weight_sizes, weight_transforms
 from wan.pipeline.memory_estimate import NetworkSize, NetworkSizes, Usage
 from wan.pipeline.setup import Setup
@@ -231,12 +230,12 @@ class Planner:
         with META:
             if path is None:
                 tensors = weight_sizes.read_vae_tensors(self.setup)
-                network = vae.build_published_vae(preset.vae)
+                network = video_vae.build_published_vae(preset.vae)
             else:
-                spec = vae.read_vae_spec(path)
+                spec = video_vae.read_vae_spec(path)
                 network, tensors = spec.make(), spec.tensors
         network.to(build.DTYPES[self.setup.execution.vae_precision]).eval().requires_grad_(False)
-        video_vae = vae.VideoVAE(network)
+        autoencoder = video_vae.VideoVAE(network)
         (channels, _, *latent_size), pixel_size = params.latent_shape, params.video_size[::-1]
         num_latent_frames = params.task.count_decoded_latents(params)
         temporal_stride, spatial_stride, _ = preset.vae_stride
@@ -246,14 +245,14 @@ class Planner:
         num_rows = latent_size[0] * spatial_stride
 
         def decode(num_latent_frames: int) -> None:
-            video_vae.decode(torch.empty(channels, num_latent_frames, *latent_size))
+            autoencoder.decode(torch.empty(channels, num_latent_frames, *latent_size))
 
         def encode(num_latent_frames: int) -> None:
             video = torch.empty(3, (num_latent_frames - 1) * temporal_stride + 1, *pixel_size)
             host_video = None  # the caller's video in host memory
             if self.device.type == "cpu":
                 host_video = params.task.make_encoder_input(params, video, torch.empty)
-            video_vae.encode(video[:, :, :num_rows] if num_ranks > 1 else video)
+            autoencoder.encode(video[:, :, :num_rows] if num_ranks > 1 else video)
             del host_video
 
         def measure_peak(work: Callable[[int], None], num_latent_frames: int) -> Usage:
