@@ -60,10 +60,10 @@ def find_preview_window(params: VideoParams, clip: int, num_latents: int) -> sli
 
     num_latents: With those of S2V's previous clip, which precede the clip's own.
     """
-    if not params.task.has_given_first_frame(params, clip):
+    if not params.task.starts_with_known_frame(params, clip):
         return slice(0, 1)
-    num_own_latents = params.latent_shape[1] - params.task.count_reference_latents(params)
-    middle = num_latents - num_own_latents + num_own_latents // 2
+    num_clip_latents = params.latent_shape[1] - params.task.count_reference_latents(params)
+    middle = num_latents - num_clip_latents + num_clip_latents // 2
     return slice(max(0, middle + 1 - _WINDOW), middle + 1)
 
 

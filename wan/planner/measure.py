@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from math import prod
 from typing import Any
@@ -245,15 +245,12 @@ class Planner:
         temporal_stride, spatial_stride, _ = preset.vae_stride
         if tiling:
             latent_size = [min(side, tiles.SIDE // spatial_stride) for side in latent_size]
-        preview_size = tuple(latent_size)
+        preview_size = [*latent_size]  # on one rank
         latent_size[0] = -(-latent_size[0] // num_ranks)
         num_rows = latent_size[0] * spatial_stride
 
-        def decode(num_latent_frames: int) -> None:
-            autoencoder.decode(torch.empty(channels, num_latent_frames, *latent_size))
-
-        def decode_preview(num_latent_frames: int) -> None:
-            autoencoder.decode(torch.empty(channels, num_latent_frames, *preview_size))
+        def decode(num_latent_frames: int, size: Sequence[int] = latent_size) -> None:
+            autoencoder.decode(torch.empty(channels, num_latent_frames, *size))
 
         def encode(num_latent_frames: int) -> None:
             video = torch.empty(3, (num_latent_frames - 1) * temporal_stride + 1, *pixel_size)
@@ -295,7 +292,9 @@ class Planner:
         )
         preview_bytes = 0
         if num_preview_latents := count_preview_latents(params):
-            preview_bytes = measure_peak(decode_preview, num_preview_latents).total()
+            preview_bytes = measure_peak(
+                partial(decode, size=preview_size), num_preview_latents
+            ).total()
             num_pixel_frames = 1 + (num_preview_latents - 1) * temporal_stride
             preview_bytes += estimate_tiles(num_pixel_frames)
         weights = weight_sizes.sum_vae_weights(self.setup, self.device.type, tensors)

@@ -128,7 +128,7 @@ class Animate(Task):
     def count_encoded_latents(self, params: VideoParams) -> int:
         return params.latent_shape[1] - 1
 
-    def has_given_first_frame(self, params: VideoParams, clip: int) -> bool:
+    def starts_with_known_frame(self, params: VideoParams, clip: int) -> bool:
         return clip > 0
 
     def estimate_denoise_bytes(self, params: VideoParams) -> dict[str, int]:

@@ -306,7 +306,7 @@ class Task:
         """Returns the latent frames that the VAE decodes at once."""
         return params.latent_shape[1] - self.count_reference_latents(params)
 
-    def has_given_first_frame(self, params: VideoParams, clip: int) -> bool:
+    def starts_with_known_frame(self, params: VideoParams, clip: int) -> bool:
         """Returns whether the first frame of a clip is an input or ends the previous clip."""
         return False
 

@@ -74,7 +74,7 @@ class ImageToVideo(Task):
     def count_encoded_latents(self, params: VideoParams) -> int:
         return 1 if params.chain == "latent" else params.latent_shape[1]
 
-    def has_given_first_frame(self, params: VideoParams, clip: int) -> bool:
+    def starts_with_known_frame(self, params: VideoParams, clip: int) -> bool:
         return True
 
     def make_denoise_inputs(

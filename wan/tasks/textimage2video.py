@@ -42,7 +42,7 @@ class TextImageToVideo(Task):
     def count_encoded_latents(self, params: VideoParams) -> int:
         return int(params.image_size is not None)
 
-    def has_given_first_frame(self, params: VideoParams, clip: int) -> bool:
+    def starts_with_known_frame(self, params: VideoParams, clip: int) -> bool:
         return params.image_size is not None
 
     def make_denoise_inputs(
