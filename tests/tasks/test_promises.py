@@ -14,6 +14,7 @@ from pathlib import Path
 import imageio
 import numpy as np
 import pytest
+import torch
 
 from tests import failing
 from tests.conftest import Tiny, slow
@@ -109,7 +110,7 @@ def test_previews_change_no_bit(
     task_run, out, pictures = asked(task), tmp_path / "v.mp4", list[np.ndarray]()
     save_preview = video_writer.save_preview
 
-    def record_preview(frame: Tensor, path: Path) -> None:
+    def record_preview(frame: torch.Tensor, path: Path) -> None:
         save_preview(frame, path)
         assert path == tmp_path / "v.preview.jpg" and is_output(path, PREVIEW_KIND)
         pictures.append(imageio.v3.imread(path))
