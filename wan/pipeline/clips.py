@@ -43,7 +43,9 @@ def _generate_missing_clips(
         if pending_decode is None:
             pipeline.release(pipeline.vae)
         try:
-            latents = pipeline.denoise(DenoisingLoop(clip_params, denoise_inputs))
+            latents = pipeline.denoise(
+                DenoisingLoop(clip_params, denoise_inputs, loras=inputs.loras)
+            )
         except BaseException:
             if pending_decode is not None:  # a retry may need the VAE and its memory
                 pending_decode.wait()

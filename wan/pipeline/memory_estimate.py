@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from wan.checkpoint.lora_folder import find_lora_files
 from wan.pipeline import weight_sizes
 from wan.pipeline.setup import Setup
 from wan.pipeline.weight_sizes import WeightBytes
@@ -268,11 +269,15 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
 def estimate_denoising_bytes_without_blocks(setup: Setup, params: VideoParams) -> int:
     """Estimates the bytes of denoising without the weights of the DiT's blocks.
 
-    They are the other weights, caches, activations and latents.
+    They are the other weights, caches, activations, latents, and the largest LoRA of
+    `lora_folder`.
     """
     dit = _estimate_dit(setup, params, find_planned_capabilities(setup).type)
     usage = dit.cached + dit.activations + _estimate_denoising_inputs(params)
-    return dit.weights.allocated - dit.weights.all_blocks + usage.total()
+    folder = setup.lora_options.lora_folder
+    files = () if folder is None else find_lora_files(folder).values()
+    largest_lora = max((file.stat().st_size for file in files if file.exists()), default=0)
+    return dit.weights.allocated - dit.weights.all_blocks + usage.total() + largest_lora
 
 
 def estimate_vae_activations(setup: Setup, direction: str, size: tuple[int, int, int]) -> int:

@@ -26,6 +26,7 @@ from wan.pipeline.denoise import (
     run_both_branches,
 )
 from wan.pipeline.vae_runner import VaeRunner
+from wan.pipeline.video_loras import VideoLoraLoader
 from wan.settings import noise_schedule
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload, count_block_buffers
@@ -214,6 +215,7 @@ class Pipeline:
         cancellation_point: Checked between denoising steps.
         is_main: This rank is the main rank (rank 0), which receives the frames.
         overlap_decoding: Each clip of a chain is decoded while the next one is denoised.
+        video_loras: Attaches the LoRAs of single videos.
     """
 
     device: Device
@@ -228,6 +230,7 @@ class Pipeline:
     kernel_name: str
     can_return_lse: bool
     step_cache: Cache
+    video_loras: VideoLoraLoader
     work_sharing: WorkSharing = field(default_factory=WorkSharing)
     encode_audio: Callable[[Audio], Tensor] | None = None
     cached_prompt_embeds: dict[str, Tensor] = field(default_factory=dict)
@@ -272,7 +275,7 @@ class Pipeline:
             loop_inputs = params.task.make_denoise_inputs(params, base, inputs, self)
             del base
             self.release(self.vae)
-        return DenoisingLoop(params, loop_inputs, inputs.callback_on_step_end)
+        return DenoisingLoop(params, loop_inputs, inputs.callback_on_step_end, inputs.loras)
 
     def denoise(self, loop: DenoisingLoop, num_experts: int | None = None) -> Tensor:
         """Runs the steps of the next `num_experts` experts (default: all) and returns the latents.
@@ -284,9 +287,10 @@ class Pipeline:
             loop.to(self.device.torch_device)
             self.step_cache.start_video(loop.params)
             run_branches = self.work_sharing.run_branches
-            latents = loop.advance(
-                self.experts, run_branches, self.step_cache, num_experts, self.cancellation_point
-            )
+            with self.video_loras.attach(self.experts, loop.loras) as experts:
+                latents = loop.advance(
+                    experts, run_branches, self.step_cache, num_experts, self.cancellation_point
+                )
             self.step_cache.clear()
         return latents
 
