@@ -183,13 +183,12 @@ def describe_lora(name: str, path: Path, checkpoint: Checkpoint) -> dict[str, An
     loras: Mapping[str, Lora] = {}
     kinds, error = set[str](), None
     try:
+        num_bytes, digest = path.stat().st_size, compute_lora_digest(path)
         loras = _read_lora(name, path, None, checkpoint)
         deltas = [d for lora in loras.values() for group in lora.deltas.values() for d in group]
         kinds = {describe_kind(delta).removeprefix("a ") for delta in deltas}
-    except (InputError, OSError) as reason:
-        error = str(reason)
-    try:
-        num_bytes, digest = path.stat().st_size, compute_lora_digest(path)
+    except InputError as reason:
+        error = str(InputError(name, None, reason.why, reason.remedy))
     except OSError as reason:
         return {"name": name, "error": f"{name} cannot be read ({reason.strerror})."}
     return {

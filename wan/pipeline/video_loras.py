@@ -78,8 +78,8 @@ class VideoLoraLoader:
         branches: dict[str, tuple[LoraBranch, ...]] = {}
         for lora in loras.get(expert, ()):
             for layer, factors in self.read(expert, lora).items() if lora.scale else ():
-                moved = {name: x.to(self._device) for name, x in factors.items()}
-                branch = LoraBranch(lora.scale, moved)
+                device_factors = {name: x.to(self._device) for name, x in factors.items()}
+                branch = LoraBranch(lora.scale, device_factors)
                 branches[layer] = (*branches.get(layer, ()), branch)
         return branches
 

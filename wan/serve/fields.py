@@ -194,7 +194,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
             raise InputError(key, why=why, remedy="give one of them")
         if key in _COMPUTED_FIELDS:
             api_fields[key] = value
-        elif key in LORAS and value in ({}, [], ""):
+        elif key in LORAS and value in ({}, []):
             continue
         elif key in API_FIELDS and not API_FIELDS[key].setting:
             _check_api_field(key, value)
