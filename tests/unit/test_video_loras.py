@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.pipelines import build_quick_pipeline, generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_lora import Q
 from tests.unit.test_lora_kinds import CONVOLUTION, LINEARS, LYCORIS, save_lycoris
+from tests.unit.test_marks import quantise_state
 from wan.app import flag_parser, resolve
 from wan.app.run import Run
 from wan.checkpoint.lora_folder import find_lora_files
+from wan.kernels.int8_linear import W8A8Linear
+from wan.kernels.weight_only_linear import WeightOnlyLinear
+from wan.modules.lora_branch import LoraBranch, add_lora_branches, set_lora_branches
 from wan.pipeline.pipeline import Pipeline
 from wan.settings.errors import InputError
 from wan.settings.values import read_video_loras
@@ -60,7 +65,7 @@ def resolve_with_loras(run: Run, *loras: str) -> Run:
     """Returns the run with other LoRAs."""
     argv = ["--ckpt_dir", run.settings["ckpt_dir"], "--task", run.params.preset.task, *ARGUMENTS]
     argv += ["--size", "64*64", "--frame_num", "5", "--base_seed", "7", "--device", "cpu"]
-    argv += ["--lora_folder", run.settings["lora_folder"]]
+    argv += ["--lora_folder", str(run.setup.lora_options.lora_folder)]
     argv += [word for lora in loras for word in ("--video_lora", lora)]
     return resolve.resolve_settings(flag_parser.parse_flags(argv))
 
@@ -95,6 +100,49 @@ def test_each_layer_has_its_branch(
     error = (separate - merged).abs().max() / merged.abs().max()
     assert error <= 1e-6, error
     assert error <= (plain - merged).abs().max() / 10
+
+
+@pytest.mark.parametrize("offload", ["false", "block"])
+def test_kept_weights(
+    offload: str, weights: dict[str, Tensor], tiny: Any, tmp_path: Path, one_thread: None
+) -> None:
+    """FP8 weights that stay FP8, against a merge with the same values upcast."""
+    folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "fp8"))
+    file = folder / "diffusion_pytorch_model.safetensors"
+    save_file(quantise_state(load_file(file), "float8")[0], file)
+    loras = tmp_path / "loras"
+    loras.mkdir()
+    path = save_pairs(loras / "x.safetensors", weights, LINEARS)
+    arguments = [*TASK, *SINGLE_STEP, "--offload_model", offload]
+    merged = generate_quick_latents(folder, *arguments, "--lora", str(path))
+    flags = ["--lora_folder", str(loras), "--video_lora", "x", "--fp8_weights", "keep"]
+    run, pipeline = build_quick_pipeline(folder, *arguments, *flags)
+    separate, plain = generate(pipeline, run), pipeline.generate_latents(run.params)
+    assert isinstance(pipeline.experts.get("dit").get_submodule(LINEARS[0]), WeightOnlyLinear)
+    assert (separate - merged).abs().max() <= 1e-6 * merged.abs().max()
+    assert (plain - merged).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["int8", "bf16"])
+def test_layers_of_other_weights(kind: str) -> None:
+    """The product is added to the output of the layer, rounded once."""
+    generator = torch.Generator().manual_seed(0)
+    weight, down, up, x = (
+        torch.randn(shape, generator=generator) for shape in ((6, 8), (2, 8), (6, 2), (2, 3, 8))
+    )
+    layer: Any = nn.Linear(8, 6).bfloat16()
+    if kind == "int8":
+        values, scale = weight.mul(30).round().clamp(-127, 127).to(torch.int8), torch.ones(6) / 30
+        layer = W8A8Linear(values, scale, torch.zeros(6), dtype=torch.bfloat16)
+    down, up, x = down.bfloat16(), up.bfloat16(), x.bfloat16()
+    with torch.no_grad():
+        plain = layer(x)
+        branch = LoraBranch(0.5, {"lora_up": up, "lora_down": down})
+        set_lora_branches(layer, (branch, branch))
+        actual = add_lora_branches(layer, x, layer(x))
+    exact = plain.double() + 2 * 0.5 * (x.double() @ down.double().T) @ up.double().T
+    assert actual.dtype == torch.bfloat16 and actual.shape == plain.shape
+    assert (actual - exact).abs().max() <= 3 * 2**-8 * exact.abs().max()
 
 
 @pytest.fixture
