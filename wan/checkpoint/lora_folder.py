@@ -120,7 +120,7 @@ def _read_lora(
 ) -> dict[str, Lora]:
     """Returns the deltas of a file at scale 1, by network.
 
-    expert: Where the user wants it; None: as its name says.
+    expert: The chosen expert; None: from the file name.
     """
     flag = "lora" if expert in (None, "both") else f"lora_{expert}"
     try:
@@ -176,7 +176,7 @@ def describe_kind(delta: WeightDelta) -> str:
 
 
 def describe_lora(name: str, path: Path, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns what users may know of a LoRA: networks, kind, size and content.
+    """Describes a LoRA for users: networks, kind, size and content.
 
     "error" is why no video can use it, or None.
     """
@@ -185,8 +185,13 @@ def describe_lora(name: str, path: Path, checkpoint: Checkpoint) -> dict[str, An
     try:
         num_bytes, digest = path.stat().st_size, compute_lora_digest(path)
         loras = _read_lora(name, path, None, checkpoint)
-        deltas = [d for lora in loras.values() for group in lora.deltas.values() for d in group]
-        kinds = {describe_kind(delta).removeprefix("a ") for delta in deltas}
+        kinds = {
+            describe_kind(delta).removeprefix("a ")
+            for lora in loras.values()
+            for parameter, deltas in lora.deltas.items()
+            for delta in deltas
+            if parameter.endswith(".weight")
+        }
     except InputError as reason:
         error = str(InputError(name, None, reason.why, reason.remedy))
     except OSError as reason:

@@ -262,7 +262,7 @@ PIPELINE_RULES = (
     make_conflict_rule(
         "lora_folder",
         "compile",
-        "does not work with `compile`, which would compile all blocks again for each LoRA",
+        "does not work with `compile`: compiled blocks would leave out LoRAs that are added later",
     ),
     Rule(
         ("use_rainfusion",),
