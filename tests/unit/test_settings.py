@@ -313,6 +313,7 @@ INDIRECT_FLAGS = {  # flags without a field of the same name in a run
     *("task", "image", "last_image", "ckpt_dir", "quant_dit_path", "use_prompt_extend"),
     *("dit", "dit_high_noise", "dit_low_noise", "text_encoder", "vae"),
     *("lora", "lora_high_noise", "lora_low_noise", "lora_dir", "use_relighting_lora", "recipe"),
+    *("lora_folder", "video_lora", "lora_cache"),
     *("audio", "pose_video", "audio_sync", "src_root_path"),
     *("src_video", "src_mask", "src_ref_images"),
     *("plan", "device_memory", "nodes", "link_gbs", "host_gbs", "chip"),

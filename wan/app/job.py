@@ -21,6 +21,7 @@ from wan.app.clip_store import NUMBERED_SAFETENSORS, ClipFiles
 from wan.app.output import report_saved_latents
 from wan.app.run import Run
 from wan.checkpoint import lora
+from wan.checkpoint.lora_folder import make_video_lora_record
 from wan.media import audio, video_writer
 from wan.settings import noise_schedule
 from wan.settings.command import Output
@@ -394,6 +395,7 @@ class VideoJob:
         num_frames, height, width = size
         precision = execution.get_precision(device.type)
         packages = run.setup.attention.required_packages
+        video_loras = make_video_lora_record(run.inputs.loras)
         record = {
             # The flag converts the DiT to bf16, whatever the precision.
             "settings": run.settings
@@ -423,6 +425,7 @@ class VideoJob:
             },
             **({"boundary": boundary} if (boundary := run.boundary) is not None else {}),
             **({"lora": lora.make_lora_record(run.setup.loras)} if run.setup.loras else {}),
+            **({"video_lora": video_loras} if video_loras else {}),
             **({"step_cache": cache} if (cache := pipeline.step_cache.make_record()) else {}),
             "seconds": {name: round(s, 3) for name, s in pipeline.stage_timer.seconds.items()},
             "peak_memory_bytes": {

@@ -46,7 +46,7 @@ def _generate_missing_clips(
         if pending_decode is None:
             pipeline.release(pipeline.vae)
         try:
-            loop = DenoisingLoop(clip_params, denoise_inputs, preview=preview)
+            loop = DenoisingLoop(clip_params, denoise_inputs, preview=preview, loras=inputs.loras)
             latents = pipeline.denoise(loop)
         except BaseException:
             if pending_decode is not None:  # a retry may need the VAE and its memory

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from wan.cache.policy import Cache
+from wan.checkpoint.lora_folder import VideoLoras
 from wan.kernels.forward_context import StepInfo
 from wan.pipeline.preview import Preview
 from wan.pipeline.scheduler import make_solver
@@ -93,6 +94,7 @@ class DenoisingLoop:
 
     Attributes:
         latents: The latents after the last step, [Z,f,h,w].
+        loras: LoRAs of this video only.
     """
 
     def __init__(
@@ -101,7 +103,9 @@ class DenoisingLoop:
         inputs: DenoiseInputs,
         callback_on_step_end: StepCallback | None = None,
         preview: Preview | None = None,
+        loras: VideoLoras | None = None,
     ) -> None:
+        self.loras = loras or {}
         self.params, self.latents = params, inputs.initial_latents
         self._callback_on_step_end, self._preview = callback_on_step_end, preview
         self._inputs = replace(inputs, initial_latents=torch.empty(0))  # only self.latents has them

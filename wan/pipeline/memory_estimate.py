@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from wan.checkpoint.lora_folder import find_lora_files
 from wan.pipeline import weight_sizes
 from wan.pipeline.preview import count_preview_latents
 from wan.pipeline.setup import Setup
@@ -287,17 +288,21 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
 def estimate_denoising_bytes_without_blocks(setup: Setup, params: VideoParams) -> int:
     """Estimates the bytes of denoising without the weights of the DiT's blocks.
 
-    They are the other weights, caches, activations, latents, and the VAE of previews.
+    They are the other weights, caches, activations, latents, the VAE of previews, and the largest
+    LoRA of `lora_folder`.
     """
     device = find_planned_capabilities(setup).type
     dit, preview = _estimate_dit(setup, params, device), _estimate_preview(setup, params)
     activations = max(dit.activations, preview, key=Usage.total)
     usage = dit.cached + activations + _estimate_denoising_inputs(params)
-    outside_blocks = dit.weights.allocated - dit.weights.all_blocks + usage.total()
-    if not params.preview:
-        return outside_blocks
-    vae_tensors = weight_sizes.read_vae_tensors(setup)
-    return outside_blocks + weight_sizes.sum_vae_weights(setup, device, vae_tensors).allocated
+    folder = setup.lora_options.lora_folder
+    files = () if folder is None else find_lora_files(folder).values()
+    largest_lora = max((file.stat().st_size for file in files if file.exists()), default=0)
+    vae = 0
+    if params.preview:
+        vae_tensors = weight_sizes.read_vae_tensors(setup)
+        vae = weight_sizes.sum_vae_weights(setup, device, vae_tensors).allocated
+    return dit.weights.allocated - dit.weights.all_blocks + usage.total() + largest_lora + vae
 
 
 def estimate_vae_activations(setup: Setup, direction: str, size: tuple[int, int, int]) -> int:

@@ -27,6 +27,7 @@ from wan.pipeline.denoise import (
 )
 from wan.pipeline.preview import Preview
 from wan.pipeline.vae_runner import VaeRunner
+from wan.pipeline.video_loras import VideoLoraLoader
 from wan.settings import noise_schedule
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload, count_block_buffers
@@ -215,6 +216,7 @@ class Pipeline:
         cancellation_point: Checked between denoising steps.
         is_main: This rank is the main rank (rank 0), which receives the frames.
         overlap_decoding: Each clip of a chain is decoded while the next one is denoised.
+        video_loras: Attaches the LoRAs of single videos.
     """
 
     device: Device
@@ -229,6 +231,7 @@ class Pipeline:
     kernel_name: str
     can_return_lse: bool
     step_cache: Cache
+    video_loras: VideoLoraLoader
     work_sharing: WorkSharing = field(default_factory=WorkSharing)
     encode_audio: Callable[[Audio], Tensor] | None = None
     cached_prompt_embeds: dict[str, Tensor] = field(default_factory=dict)
@@ -274,7 +277,8 @@ class Pipeline:
             del base
             self.release(self.vae)
         preview = self.make_preview(params, inputs)
-        return DenoisingLoop(params, loop_inputs, inputs.callback_on_step_end, preview)
+        callback = inputs.callback_on_step_end
+        return DenoisingLoop(params, loop_inputs, callback, preview, inputs.loras)
 
     def make_preview(self, params: VideoParams, inputs: Inputs) -> Preview | None:
         """Returns the preview of a video; None without one, and on ranks other than the main one.
@@ -302,9 +306,10 @@ class Pipeline:
             loop.to(self.device.torch_device)
             self.step_cache.start_video(loop.params)
             run_branches = self.work_sharing.run_branches
-            latents = loop.advance(
-                self.experts, run_branches, self.step_cache, num_experts, self.cancellation_point
-            )
+            with self.video_loras.attach(self.experts, loop.loras) as experts:
+                latents = loop.advance(
+                    experts, run_branches, self.step_cache, num_experts, self.cancellation_point
+                )
             self.step_cache.clear()
         return latents
 

@@ -160,6 +160,7 @@ class RankWorker:
         run, refusal = None, None
         try:
             run = self._resolve_settings(read_settings(settings)).with_save_file(Path(file))
+            self._pipeline.video_loras.read_all(run.inputs.loras)
         except Exception as error:
             refusal = failures.describe_error(error) or repr(error)
         answers = self._control.gather((refusal, None if run is None else _hash_run(run)))

@@ -46,6 +46,7 @@ class Routes:
             Route("/liveness", lambda _: JSONResponse({"status": "ok"})),
             Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
+            Route("/v1/loras", self.loras),
             Route("/v1/videos", self.create, methods=["POST"]),
             Route("/v1/videos", self.list),
             Route("/v1/videos/sync", self.sync, methods=["POST"]),
@@ -213,6 +214,10 @@ class Routes:
     async def models(self, _: Request) -> Response:
         model = {"object": "model", "owned_by": "wan", "created": 0}
         data = [{"id": name} | model for name in self._service.models]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def loras(self, _: Request) -> Response:
+        data = await asyncio.to_thread(self._service.loras.describe_all)
         return JSONResponse({"object": "list", "data": data})
 
     async def health(self, _: Request) -> Response:

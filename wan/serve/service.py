@@ -24,6 +24,7 @@ from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.job_files import JobFiles
 from wan.serve.journal import MAX_ATTEMPTS, Journal, ServiceJob
 from wan.serve.journal_file import JournalError
+from wan.serve.loras import LoraCatalog
 from wan.serve.repeats import RefusedError, RepeatedRequests, hash_request
 from wan.serve.waiters import Waiters
 from wan.settings.errors import InputError, is_disk_full, name_settings
@@ -64,6 +65,7 @@ class Service:
     Attributes:
         files: The files of the jobs.
         startup_run: The run that the ranks were started with.
+        loras: The LoRAs that requests may name.
         models: Names of the model in the HTTP interface; the first is that of responses.
         stopping: Whether the service is stopping and refuses requests.
     """
@@ -95,7 +97,7 @@ class Service:
         self.models = tuple(dict.fromkeys((*model_names, run.setup.preset.task)))
         self.limits, self._replica_name = limits, replica_name
         jobs, self._on_event = folder / "jobs", on_event
-        self.files = JobFiles(jobs)
+        self.files, self.loras = JobFiles(jobs), LoraCatalog(run)
         self.journal = Journal(folder / "journal.sqlite")
         records.restore_finished_jobs(jobs, self.journal)
         timeout = 60 * run.setup.parallel.dist_timeout

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
+    from wan.checkpoint.lora_folder import VideoLoras
     from wan.media.audio import Audio
     from wan.modules.interfaces import ModelComponents
     from wan.modules.model import WanModel
@@ -60,6 +61,7 @@ class Inputs:
         num_clips_done: Clips that an earlier run has generated.
         clip_state: `Clip.state` of the last of these clips, on every rank.
         files: Input files whose content determines the video.
+        loras: LoRAs of this video only, by network.
     """
 
     image: Image.Image | None = None
@@ -72,6 +74,7 @@ class Inputs:
     num_clips_done: int = 0
     clip_state: Tensor | None = None
     files: tuple[Path, ...] = ()
+    loras: VideoLoras = field(default_factory=dict)
 
     @property
     def source_size(self) -> Size | None:
