@@ -212,14 +212,14 @@ def test_shards_of_a_variant(form: str, index: str, folder: Path, tiny: Any) -> 
 
 
 def test_pytorch_files_of_a_library(tiny: Any, tmp_path: Path, one_thread: None) -> None:
-    """`.bin` files of the text encoder, in shards, and of the VAE; a DiT is converted first."""
+    """`.bin` files of the text encoder, in shards, of the VAE and of the DiT."""
     source = tiny("t2v-1.3B", "diffusers")
     root = Path(shutil.copytree(source, tmp_path / "bin"))
-    for name, stem in (("text_encoder", "pytorch_model"), ("vae", DIT)):
+    for name, stem in (("text_encoder", "pytorch_model"), ("vae", DIT), ("transformer", DIT)):
         tensors = load_tensors(source / name)
         for file in (root / name).glob("*.safetensors*"):
             file.unlink()
-        if name == "vae":
+        if name != "text_encoder":
             torch.save(tensors, root / name / f"{stem}.bin")
             continue
         for number in (1, 2):
@@ -233,8 +233,6 @@ def test_pytorch_files_of_a_library(tiny: Any, tmp_path: Path, one_thread: None)
     old = tmp_path / "old.bin"
     torch.save({"a": torch.ones(2)}, old, _use_new_zipfile_serialization=False)
     messages["an old format"] = get_refusal(inspect_checkpoint, source, NetworkFiles(vae=old))
-    for file in (root / "transformer").glob("*.safetensors*"):
-        file.unlink()
     torch.save({"a": torch.ones(2)}, root / "transformer" / f"{DIT}.bin")
     messages["a DiT"] = get_refusal(inspect_checkpoint, root)
     check_refusals("checkpoints: PyTorch files", messages)

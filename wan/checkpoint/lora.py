@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.expert_names import EXPERTS, ExpertTag, detect_experts, find_expert_tags
-from wan.checkpoint.headers import compute_fingerprint, read_safetensors_header
+from wan.checkpoint.headers import compute_fingerprint, read_file_headers
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.lora_deltas import WeightDelta
 from wan.checkpoint.lora_names import HIGH_NOISE_PREFIX, LOW_NOISE_PREFIX, names_both_experts
@@ -116,9 +116,7 @@ def _assign_by_name(
 
 def _holds_both_experts(file: Path) -> bool:
     """Returns whether a file has tensors of both experts."""
-    if not file.is_file() or file.suffix != ".safetensors":
-        return False
-    return names_both_experts(read_safetensors_header(file))
+    return file.is_file() and names_both_experts(read_file_headers(file))
 
 
 def _check_untagged_pair(file: Path, applied_tags: Mapping[Path, ExpertTag]) -> None:

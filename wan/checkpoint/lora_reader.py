@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from wan.checkpoint.headers import (
     list_shards,
-    read_safetensors_header,
-    read_safetensors_scalars,
+    read_file_headers,
+    read_scalars,
 )
 from wan.checkpoint.lora_deltas import LowRankMatrix, Matrix, StoredMatrix, WeightDelta
 from wan.checkpoint.lora_names import (
@@ -33,11 +33,13 @@ from wan.checkpoint.lora_names import (
     split_suffix,
 )
 from wan.checkpoint.peft_settings import PeftSettings, read_peft_settings
+from wan.checkpoint.pickle_header import PICKLE_SUFFIXES
 from wan.checkpoint.prefixes import OTHER_LAYERS, find_shared_prefix, strip_prefixes
 from wan.checkpoint.tensor_info import FLOATS, TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 
+_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
 MAX_ABS = 1e6  # of a strength or an alpha; larger ones may overflow
 _MODULE_WORDS = re.compile(r"\.(processor|base_layer|modules_to_save\.[^.]+)\.")
 _CONVERT = "convert its names to those of docs/few_step.md"
@@ -88,11 +90,11 @@ class LoraReader:
         self.path, self.strength, self.expert = lora_file.path, lora_file.strength, expert
         if not self.path.is_file():
             raise self.make_error("does not exist or is no file", "give a .safetensors file")
-        if self.path.suffix not in (".safetensors", ".ckpt"):
-            raise self.make_error("is no .safetensors file", "convert it")
+        if self.path.suffix not in _SUFFIXES:
+            raise self.make_error(f"is none of {', '.join(_SUFFIXES)}", "convert it")
         if len(list_shards(self.path)) > 1:
             raise self.make_error("is one of several shards", "give a LoRA in one file")
-        self.tensors = _read_lora_header(self.path)
+        self.tensors = read_file_headers(self.path)
         self.parameter_shapes = {name: info.shape for name, info in parameters.items()}
         self.has_low_noise_tensors = any(map(is_low_noise, self.tensors))
 
@@ -111,11 +113,7 @@ class LoraReader:
                 raise self.make_error(
                     f"holds {info.name}, which is no single number", "it is damaged"
                 )
-        if alpha_infos and self.path.suffix == ".ckpt":
-            raise self.make_error(
-                "holds alphas, which are read from .safetensors only", "convert it"
-            )
-        scalars = read_safetensors_scalars(self.path, [info.name for info in alpha_infos.values()])
+        scalars = read_scalars(self.path, alpha_infos.values())
         settings = read_peft_settings(self.path, prefix)
         self.check_whole_parameters(layers, settings)
         if alpha_infos:  # PEFT's scale settings apply only to files without alphas
@@ -372,11 +370,3 @@ def _find_rank(delta: WeightDelta) -> int | None:
 def _remove_module_words(stem: str) -> str:
     """Removes the words that wrappers of diffusers and PEFT add within a name."""
     return _MODULE_WORDS.sub(".", f"{stem}.")[:-1]
-
-
-def _read_lora_header(path: Path) -> dict[str, TensorInfo]:
-    if path.suffix == ".safetensors":
-        return read_safetensors_header(path)
-    from wan.checkpoint.load import read_headers  # imports torch
-
-    return read_headers(path, str)
