@@ -11,7 +11,6 @@ row and every column of the matrix occurs at least once.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from wan.app.flag_parser import Parser
 from wan.app.programs import run_program
-from wan.checkpoint.keymaps import rename_dit_to_diffusers, rename_t5_to_llama_cpp
+from wan.checkpoint.keymaps import rename_dit_to_diffusers, rename_t5_to_transformers
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora import resolve_loras
@@ -162,9 +161,10 @@ class NetworkFiles:
                     is_pickle = file.suffix == ".pth"
                     tensors |= torch.load(file) if is_pickle else load_file(file)
                 self.tensors[component, layout] = tensors
-        official_names = self.tensors["text_encoder", "official"].items()
+        llama_cpp = gguf.get_tensor_name_map(gguf.MODEL_ARCH.T5, n_blocks=24)
         self.tensors["text_encoder", "llama.cpp"] = {
-            rename_t5_to_llama_cpp(name): tensor for name, tensor in official_names
+            str(llama_cpp.get_name(rename_t5_to_transformers(name), (".weight",))): tensor
+            for name, tensor in self.tensors["text_encoder", "official"].items()
         }
         self.expected = {
             component: self.load(Case(component, "official", "", ".safetensors"))
@@ -335,11 +335,8 @@ def main() -> int:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--all", action="store_true", help="the whole product (minutes)")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp())
-    try:
-        count, unequal = find_unequal_cases(folder, options.all)
-    finally:
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        count, unequal = find_unequal_cases(Path(folder), options.all)
     for rows in (list_network_rows, list_lora_rows):
         print(*(" | ".join(row) for row in rows()), sep="\n")
     for case in unequal:

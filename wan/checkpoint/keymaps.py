@@ -176,11 +176,6 @@ def rename_t5_to_transformers(name: str) -> str:
     return _apply_rules(name, _T5_GGUF + _T5)
 
 
-def rename_t5_to_llama_cpp(official: str) -> str:
-    """Returns llama.cpp's name of an official text encoder tensor."""
-    return _apply_rules(rename_t5_to_transformers(official), _invert_rules(_T5_GGUF))
-
-
 def rename_t5_to_official(name: str) -> str:
     """Returns the official name of a UMT5EncoderModel tensor."""
     return _apply_rules(name, _invert_rules(_T5))
