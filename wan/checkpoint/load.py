@@ -269,12 +269,12 @@ def map_safetensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def map_gguf(file: Path, tensors: Iterable[TensorInfo]) -> dict[str, Tensor]:
-    """Returns tensors of a file by name, as read-only views; quantized ones are uint8 [bytes]."""
+    """Returns tensors of a file by name, as flat read-only views; quantized ones are uint8."""
     locations = {}
     for info in tensors:
         is_float = info.dtype not in GGUF
-        shape = list(info.shape) if is_float else [info.nbytes]
-        locations[info.name] = info.dtype if is_float else "U8", shape, info.data_offset
+        dtype = info.dtype if is_float else "U8"
+        locations[info.name] = dtype, [info.nbytes // DTYPES[dtype].itemsize], info.data_offset
     return _map_tensors(file, locations)
 
 
@@ -335,7 +335,7 @@ def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
             if info.dtype in GGUF:
                 sources[name] = _make_gguf_source(view, info, mapped_file)
                 continue
-            if info.dtype != NVFP4 and view.shape != info.shape:
+            if info.dtype != NVFP4 and info.shape and view.shape != info.shape:
                 rows = view.reshape(-1, *info.shape[1:])
                 view = rows[info.first_row : info.first_row + info.shape[0]]
             sources[name] = _make_view_source(view, mapped_file)
@@ -348,7 +348,7 @@ def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
             if name in block_scales:
                 sources[name] = _make_nvfp4_source(source, scale, block_scale_sources[name])
             else:
-                sources[name] = _make_scaled_source(source, scale)
+                sources[name] = _make_scaled_source(source, scale, tensors[name].first_row)
     for name, info in tensors.items():
         if info.chunks:
             chunks = open_sources({str(i): chunk for i, chunk in enumerate(info.chunks)})
@@ -362,13 +362,19 @@ def _make_view_source(view: Tensor, file: MappedFile | None = None) -> TensorSou
     return TensorSource(view.dtype, tuple(view.shape), view.__getitem__, view, file)
 
 
-def _make_scaled_source(quantized: TensorSource, scale: TensorSource) -> TensorSource:
-    """Returns a source of FP8 or int8 values times their scale (per tensor or row), float32."""
+def _make_scaled_source(
+    quantized: TensorSource, scale: TensorSource, first_row: int
+) -> TensorSource:
+    """Returns a source of FP8 or int8 values times their scale (per tensor or row), float32.
+
+    Args:
+        first_row: Row of the first scale.
+    """
     scales, is_scalar = scale.read(slice(None)).float().reshape(-1, 1), prod(scale.shape) == 1
 
     def read(rows: slice) -> Tensor:
-        values = quantized.read(rows)
-        return values.to(torch.float32).mul_(scales if is_scalar else scales[rows])
+        values = quantized.read(rows).to(torch.float32)
+        return values.mul_(scales if is_scalar else scales[first_row:][rows])
 
     mapped_tensor, file = quantized.mapped_tensor, quantized.file
     return TensorSource(torch.float32, quantized.shape, read, mapped_tensor, file)
@@ -394,7 +400,7 @@ def _make_gguf_source(data: Tensor, info: TensorInfo, file: MappedFile) -> Tenso
     row_elements, blocks = prod(info.shape[1:]), data.view(-1, block_bytes)
 
     def read(rows: slice) -> Tensor:
-        start, stop, _ = rows.indices(info.shape[0])
+        start, stop = (info.first_row + row for row in rows.indices(info.shape[0])[:2])
         first_block = start * row_elements // block_values
         end_block = -(-stop * row_elements // block_values)
         elements = dequantize_gguf(info.dtype, blocks[first_block:end_block]).view(-1)
