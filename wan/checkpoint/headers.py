@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from wan.checkpoint import gguf
 from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, read_pickle_header
-from wan.checkpoint.tensor_info import TensorInfo, read_file_state
+from wan.checkpoint.tensor_info import FLOATS, FP8, TensorInfo, read_file_state
 from wan.settings.errors import FileChangedError, InputError
 from wan.settings.values import format_value
 from wan.utils.files import open_regular_file
@@ -141,9 +141,9 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
     tensors = {}
     with _open_safetensors(path) as handle:
         state = read_file_state(path)
+        offsets = read_safetensors_offsets(path)
         for name in handle.keys():  # noqa: SIM118
-            tensor_slice = handle.get_slice(name)
-            dtype, shape = tensor_slice.get_dtype(), tuple(tensor_slice.get_shape())
+            dtype, shape = offsets[name][0], tuple(offsets[name][1])
             digits = re.search(r"\d+", dtype)  # bits of an element: BF16, F8_E4M3; not of BOOL
             bits = int(digits[0]) if digits else 8
             size = prod(shape) * bits // 8
@@ -215,8 +215,19 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
             reason = format_value(
                 str(error).removeprefix("Error while deserializing header: "), str
             )
+            _check_known_dtypes(path, str(error))
             why = f"is not a valid safetensors file ({reason})"
             raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN) from None
+
+
+def _check_known_dtypes(path: Path, reason: str) -> None:
+    """Refuses a file by its first tensor of a dtype that `safetensors` does not know."""
+    match = re.search(r"unknown variant `(\w+)`", reason)
+    for name, (dtype, _, _) in (read_safetensors_offsets(path) if match else {}).items():
+        if match and dtype == match[1]:
+            why = f"is stored as {dtype}, which is not supported"
+            remedy = f"give weights in one of {', '.join((*FLOATS, *FP8))}, or a GGUF file"
+            raise InputError(f"{path}: {format_value(name, str)}", None, why, remedy)
 
 
 def read_folder_headers(folder: Path) -> dict[str, TensorInfo] | None:

@@ -16,7 +16,12 @@ from wan.checkpoint.expert_names import EXPERTS, ExpertTag, detect_experts, find
 from wan.checkpoint.headers import compute_fingerprint, read_file_headers
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.lora_deltas import WeightDelta
-from wan.checkpoint.lora_names import HIGH_NOISE_PREFIX, LOW_NOISE_PREFIX, names_both_experts
+from wan.checkpoint.lora_names import (
+    HIGH_NOISE_PREFIX,
+    LOW_NOISE_PREFIX,
+    list_names,
+    names_both_experts,
+)
 from wan.checkpoint.lora_reader import MAX_ABS, Lora, LoraFile, LoraReader
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
@@ -154,6 +159,11 @@ def iter_lora_notices(
         for lora in group:
             layers = len({name.rpartition(".")[0] for name in lora.deltas})
             yield f"LoRA of {network}: {lora.path}, strength {lora.strength:g}, {layers} layers."
+            if lora.unused_names:
+                yield (
+                    f"{lora.path.name}: {len(lora.unused_names)} tensors of the image input of "
+                    f"other networks are not used ({list_names(lora.unused_names)})."
+                )
     if len(loras) == len(EXPERTS):
         yield from _iter_name_notices(loras)
     for file in dict.fromkeys(lora.path for group in loras.values() for lora in group):

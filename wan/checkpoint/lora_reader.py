@@ -26,6 +26,7 @@ from wan.checkpoint.lora_names import (
     PREFIXES,
     Suffix,
     find_name_refusal,
+    is_image_layer,
     is_low_noise,
     list_names,
     map_layer_spellings,
@@ -35,13 +36,14 @@ from wan.checkpoint.lora_names import (
 from wan.checkpoint.peft_settings import PeftSettings, read_peft_settings
 from wan.checkpoint.pickle_header import PICKLE_SUFFIXES
 from wan.checkpoint.prefixes import OTHER_LAYERS, find_shared_prefix, strip_prefixes
-from wan.checkpoint.tensor_info import FLOATS, TensorInfo
+from wan.checkpoint.tensor_info import FLOATS, FP8, TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 
 _SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
 MAX_ABS = 1e6  # of a strength or an alpha; larger ones may overflow
 _MODULE_WORDS = re.compile(r"\.(processor|base_layer|modules_to_save\.[^.]+)\.")
+_IMAGE_INPUT = "img_emb."  # parameters of networks that read CLIP's embeddings of an image
 _CONVERT = "convert its names to those of docs/few_step.md"
 _MISFIT = "it was made for another model, or is damaged"
 
@@ -61,12 +63,14 @@ class Lora:
     Attributes:
         deltas: By parameter name.
         tag: The expert tag in the file's name that selected the network; "" if a flag did.
+        unused_names: Tensors for the image input of other networks, which this one lacks.
     """
 
     path: Path
     strength: float
     deltas: dict[str, tuple[WeightDelta, ...]]
     tag: str = ""
+    unused_names: tuple[str, ...] = ()
 
 
 class _Layer(NamedTuple):
@@ -97,6 +101,7 @@ class LoraReader:
         self.tensors = read_file_headers(self.path)
         self.parameter_shapes = {name: info.shape for name, info in parameters.items()}
         self.has_low_noise_tensors = any(map(is_low_noise, self.tensors))
+        self.unused_names: tuple[str, ...] = ()
 
     def make_error(self, why: str, remedy: str) -> InputError:
         return InputError("LoRA", self.path, why, remedy)
@@ -129,7 +134,8 @@ class LoraReader:
                 alpha = settings.find_alpha(layer.module_names)
             for parameter, delta in self.iter_deltas(name, layer, alpha, settings):
                 deltas.setdefault(parameter, []).append(delta)
-        return Lora(self.path, self.strength, {name: tuple(x) for name, x in deltas.items()})
+        all_deltas = {name: tuple(x) for name, x in deltas.items()}
+        return Lora(self.path, self.strength, all_deltas, unused_names=self.unused_names)
 
     def group_by_layer(self) -> dict[str, _Layer]:
         """Groups the file's tensors by official layer name, then by role."""
@@ -146,9 +152,16 @@ class LoraReader:
             if not self.has_low_noise_tensors or is_low_noise(name) == is_low
         ]
         if not names:
-            raise self.make_error(
-                f"holds nothing for the {self.expert} network", "give another one"
+            remedy = "give it for the other one, or give another file"
+            raise self.make_error(f"holds nothing for the {self.expert} network", remedy)
+        if not any(name.startswith(_IMAGE_INPUT) for name in self.parameter_shapes):
+            self.unused_names = tuple(name for name in names if is_image_layer(name))
+            names = [name for name in names if name not in {*self.unused_names}]
+        if not names:
+            why = (
+                f"changes only the image input of other networks ({list_names(self.unused_names)})"
             )
+            raise self.make_error(f"{why}, which this one lacks", "leave it out")
         suffixes = {name: split_suffix(name) or Suffix(name, "", "") for name in names}
         adapters = {suffix.adapter for suffix in suffixes.values() if suffix.adapter}
         if len(adapters) > 1:
@@ -220,6 +233,10 @@ class LoraReader:
             name: find_shared_prefix([stems[name]], is_known, PREFIXES, OTHER_LAYERS)
             for name in unknown
         }
+        if (shared := find_shared_prefix(stems.values(), is_known, PREFIXES)) and "." in shared:
+            why = f"holds {list_names(unknown)}, whose prefix ({shared}) is that of another network"
+            remedy = f"give a LoRA of this network, or remove {shared} if it is one"
+            return self.make_error(why, remedy)
         foreign = [name for name, prefix in prefixes.items() if prefix]
         if foreign:
             prefix_list = list_names(dict.fromkeys(filter(None, prefixes.values())))
@@ -259,8 +276,8 @@ class LoraReader:
         """
         tensors = layer.tensors
         for info in tensors.values():
-            if info.dtype not in FLOATS:
-                remedy = f"give it in one of {', '.join(FLOATS)}"
+            if info.dtype not in (*FLOATS, *FP8):
+                remedy = f"give it in one of {', '.join((*FLOATS, *FP8))}"
                 raise self.make_error(f"holds {info.name}, which is stored as {info.dtype}", remedy)
         scale, delta = 1.0, self.make_delta(tensors)
         if delta is not None:
