@@ -430,7 +430,6 @@ BAD: dict[str, dict[str, Tensor]] = {
     "lone alpha": {f"{Q}.alpha": torch.tensor(1.0)},
     "lone bias": {f"{Q}.lora_B.bias": torch.ones(96)},
     "int8": PAIR | {f"{Q}.lora_up.weight": B.to(torch.int8)},
-    "fp8": PAIR | {f"{Q}.lora_up.weight": B.to(torch.float8_e4m3fn)},
     "a DoRA's shape": PAIR | {f"{Q}.dora_scale": torch.ones(95, 1)},
     "a DoRA of a norm": {
         "blocks.0.norm3.lora_down.weight": A[:, :1],

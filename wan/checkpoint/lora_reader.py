@@ -152,7 +152,9 @@ class LoraReader:
             if not self.has_low_noise_tensors or is_low_noise(name) == is_low
         ]
         if not names:
-            remedy = "give it for the other one, or give another file"
+            remedy = "give another one"
+            if self.expert != "dit":
+                remedy = "give it for the other expert, or give another file"
             raise self.make_error(f"holds nothing for the {self.expert} network", remedy)
         if not any(name.startswith(_IMAGE_INPUT) for name in self.parameter_shapes):
             self.unused_names = tuple(name for name in names if is_image_layer(name))
