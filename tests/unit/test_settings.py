@@ -300,6 +300,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "prompt_extend_model": ("me/model", "me/model", EXTEND),
     "prompt_extend_target_lang": ("en", "en", EXTEND),
     "save_file": ("/tmp/v.mp4", Path("/tmp/v.mp4"), ()),
+    "preview": ("2", 2, ()),
     "fps": ("5", 5.0, ()),
     "save_latents": ("steps", "steps", ()),
     "trace": ("/tmp/trace", Path("/tmp/trace"), ()),

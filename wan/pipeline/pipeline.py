@@ -25,12 +25,13 @@ from wan.pipeline.denoise import (
     RunBranches,
     run_both_branches,
 )
+from wan.pipeline.preview import Preview
 from wan.pipeline.vae_runner import VaeRunner
 from wan.settings import noise_schedule
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload, count_block_buffers
 from wan.tasks.base import NO_INPUTS, Inputs, VideoParams, make_base_inputs
-from wan.utils import system
+from wan.utils import log, system
 from wan.utils.log import StageTimer
 
 if TYPE_CHECKING:
@@ -272,7 +273,24 @@ class Pipeline:
             loop_inputs = params.task.make_denoise_inputs(params, base, inputs, self)
             del base
             self.release(self.vae)
-        return DenoisingLoop(params, loop_inputs, inputs.callback_on_step_end)
+        preview = self.make_preview(params, inputs)
+        return DenoisingLoop(params, loop_inputs, inputs.callback_on_step_end, preview)
+
+    def make_preview(self, params: VideoParams, inputs: Inputs) -> Preview | None:
+        """Returns the preview of a video; None without one, and on ranks other than the main one.
+
+        The VAE stays in memory from the first picture until the video is decoded.
+        """
+        if inputs.show_preview is None or not params.preview or not self.is_main:
+            return None
+
+        def decode(latents_Zfhw: Tensor) -> Tensor:
+            collector = FrameCollector(torch.device("cpu"))
+            with self.stage_timer("preview"), log.silence_thread():
+                self.vae_runner.decode_alone(latents_Zfhw, collector)
+            return collector.video
+
+        return Preview(params, decode, inputs.show_preview)
 
     def denoise(self, loop: DenoisingLoop, num_experts: int | None = None) -> Tensor:
         """Runs the steps of the next `num_experts` experts (default: all) and returns the latents.

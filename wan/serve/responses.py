@@ -46,6 +46,7 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
         "seed": _read_seed(job),
         "guidance": job.guidance or None,
         "steps": [job.done, job.total],
+        "preview_step": job.preview_step,
         "attempt": job.attempt,
     }
     days = service.limits.keep_days

@@ -24,6 +24,7 @@ class ServiceJob:
         priority: Jobs of higher priority run first.
         attempt: Number of started attempts.
         done, total: Denoising steps.
+        preview_step: Steps done at the newest preview; 0: there is none.
         error: {"code": ..., "message": ...} of a failed job.
         shape: JSON of latent shape, steps, branches and clips; equal for jobs that take the same
             time.
@@ -62,6 +63,7 @@ class ServiceJob:
     key: str | None = None
     passed: int = 0
     bytes: int = 0
+    preview_step: int = 0
     names: dict[str, str] = field(default_factory=dict)
     guidance: dict[str, float] = field(default_factory=dict)
 

@@ -275,7 +275,9 @@ class Service:
         for job in self._running.values():
             if job.state == "in_progress":
                 attempt = max(job.attempt - 1, 0)
-                self.journal.update_job(job, state="queued", done=0, attempt=attempt)
+                self.journal.update_job(
+                    job, state="queued", done=0, preview_step=0, attempt=attempt
+                )
                 self.files.remove_attempt(job)
 
     def _handle_message(self, message: dict[str, Any]) -> None:
@@ -289,6 +291,8 @@ class Service:
             return
         elif message_type == "step":
             job.done, job.total = message["done"], message["total"]
+        elif message_type == "preview":  # of the step in progress
+            job.preview_step = min(job.done + 1, job.total)
         elif message_type == "done":
             self._loading_seconds = message["loading"]
             self._finish_job(job, message["texts"], message["seconds"])
@@ -372,7 +376,8 @@ class Service:
             if code == "out_of_memory":
                 message = f"{message} {self._describe_planned_memory(job)}".strip()
             error = {"code": code, "message": message}
-            self.journal.update_job(job, state="failed", ended=time.time(), error=error)
+            changes = {"state": "failed", "ended": time.time(), "error": error}
+            self.journal.update_job(job, **changes, preview_step=0)
             self._on_event("failed", job, {})
         self._start_next_jobs()
 
@@ -390,7 +395,7 @@ class Service:
                 self._end_without_video(job, message["code"], message["message"])
             else:
                 self.files.remove_attempt(job)
-                self.journal.update_job(job, state="queued", done=0)
+                self.journal.update_job(job, state="queued", done=0, preview_step=0)
 
     def _signal_change(self) -> None:
         self._change_event.set()

@@ -303,6 +303,11 @@ class Output:
         return self.save_file.with_suffix(".clips")
 
     @property
+    def preview_path(self) -> Path:
+        """JPEG of the predicted video."""
+        return self.save_file.with_suffix(".preview.jpg")
+
+    @property
     def steps_dir(self) -> Path:
         """Folder of the latents after each step."""
         return self.save_file.with_suffix(".steps")

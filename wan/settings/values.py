@@ -289,6 +289,19 @@ def read_clip_frames(name: str, raw: Any) -> int:
     return value
 
 
+@partial(Reader, metavar="N")
+def read_preview(name: str, raw: Any) -> int:
+    """Reads the steps between two previews: a number, true (1) or false (0)."""
+    word = format_value(raw, str).lower()
+    if word in ("true", "false"):
+        return int(word == "true")
+    try:
+        return int(integer(0, TRAIN_TIMESTEPS)(name, raw))
+    except InputError:
+        why = f"must be true, false or a number of steps up to {TRAIN_TIMESTEPS}"
+        raise InputError(name, format_value(raw), why) from None
+
+
 @partial(Reader, metavar="W*H")
 def read_size(name: str, raw: Any) -> tuple[int, int]:
     """Reads `W*H` or `WxH` in pixels, or [W, H] from JSON."""
