@@ -29,6 +29,7 @@ from wan.checkpoint.network_names import COMPONENTS
 from wan.modules import clip, t5
 from wan.modules.vae import video_vae
 from wan.settings.command import NetworkFiles
+from wan.settings.presets import PRESETS
 
 DIT = "diffusion_pytorch_model"
 TEXT, VAE = "models_t5_umt5-xxl-enc-bf16.pth", "Wan2.1_VAE.pth"
@@ -307,6 +308,10 @@ def test_pytorch_files_of_a_pair_and_of_components(tiny: Any, tmp_path: Path) ->
         suffix = "pt" if expert == "high_noise" else "pth"
         assert experts[expert].tensors[key].file.suffix == f".{suffix}"
         assert source.shape == files.tensors[key].shape
+    for file, name in (("A-HighNoise.pt", "one.pt"), ("A_low_noise.pth", "two.pth")):
+        (pair / file).rename(pair / name)
+    sentence = get_refusal(inspect_checkpoint, pair, presets=(PRESETS["t2v-A14B"],))
+    assert "one.pt, two.pth" in sentence and "dit_high_noise and dit_low_noise" in sentence
     root = Path(shutil.copytree(tiny("i2v-14B"), tmp_path / "any names"))
     names = {VAE: "vae/a.pt", TEXT: "text_encoders/b.bin", CLIP: "clip_vision/c.ckpt"}
     for name, other in names.items():

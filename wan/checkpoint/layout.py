@@ -494,7 +494,10 @@ def _read_expert_files(
         key = "patch_embedding.weight"
         same_dim = [file for file in single if (*file.find_shape(key), 0)[0] in dims]
         single = same_dim or single
-    match = finder.pick_one("dit", single, "dit")
+    has_single = any("dit" in preset.experts for preset in presets)
+    match = finder.pick_one(
+        "dit", single, "dit" if has_single else "dit_high_noise` and `dit_low_noise"
+    )
     if match is not None and match.tag is not None and match.tag.has_noise:
         raise InputError(
             f"{match.path}", None, f"is named as the {match.expert} expert", _GIVE_BOTH_EXPERTS
