@@ -27,7 +27,7 @@ from wan.settings.fields import list_options
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
 from wan.tasks.base import make_video_params
 from wan.tasks.image2video import compute_i2v_size
-from wan.tasks.textimage2video import compute_ti2v_size
+from wan.tasks.video2video import compute_ti2v_size
 from wan.utils.env import find_cache_dir, rank, world_size
 
 

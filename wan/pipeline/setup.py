@@ -175,10 +175,12 @@ class Setup:
         steps, tokens = params.sample_steps, params.max_clip_tokens
         values = {**(settings or {}), **self._rule_values(), **vars(params)}
         values["solver"] = SOLVERS[params.sample_solver]
+        values["step_range"] = params.step_range
         values["num_scales"] = len(params.conditioning_scale or ())
         rules.check_rules((*TASK_RULES, *rules.VIDEO_RULES), values)
         attention.check_attention_request(self.attention, self.parallel, steps, tokens)
-        notices = () if self.policy is None else self.policy.check_params(params)
+        notices = params.task.list_notices(params)
+        notices += () if self.policy is None else self.policy.check_params(params)
         heads = self.checkpoint.num_heads
         guidance = params.sample_guide_scale
         return (*notices, *parallel.check_guidance(self.parallel, guidance, heads))

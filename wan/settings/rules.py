@@ -355,6 +355,30 @@ SAMPLING_RULES = (
         lambda s: s.boundary_step > s.sample_steps,
         _BOUNDARY_STEP,
     ),
+    Rule(
+        ("strength",),
+        "leaves none of the {sample_steps} steps",
+        "give at least 1/{sample_steps}, or more `sample_steps`",
+        lambda s: not s.step_range,
+        "`strength={strength:g}`",
+    ),
+    Rule(
+        ("refine",),
+        "has no steps, as none of the {sample_steps} is one of the low-noise expert",
+        "add `strength`, or give more `sample_steps`",
+        lambda s: not s.step_range,
+    ),
+    *(
+        make_conflict_rule("fixed_latents", name, "are not used by `src_video`, which is noised")
+        for name in ("strength", "refine")
+    ),
+    Rule(
+        ("trace_steps",),
+        "names a step that is not computed: this video has steps {step_range[0]} to "
+        "{step_range[-1]}",
+        "drop it, or name some of these",
+        lambda s: s.step_range and min(s.trace_steps) < s.step_range[0],
+    ),
 )
 """Rules for the sampling of a video."""
 
