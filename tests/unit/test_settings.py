@@ -223,6 +223,7 @@ EXTEND, S2V = ("--use_prompt_extend",), ("--task", "s2v-14B")
 VACE = ("--task", "vace-14B")
 ANIMATE, I2V = ("--task", "animate-14B"), ("--task", "i2v-A14B")
 TI2V = ("--task", "ti2v-5B")
+SOURCE = ("--src_video", str(Path(__file__).parents[2] / "examples/control/source.mp4"))
 CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "prompt": ("a dog", "a dog", ()),
     "negative_prompt": ("blur", "blur", ()),
@@ -301,6 +302,8 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "prompt_extend_target_lang": ("en", "en", EXTEND),
     "save_file": ("/tmp/v.mp4", Path("/tmp/v.mp4"), ()),
     "preview": ("2", 2, ()),
+    "strength": ("0.3", 0.3, SOURCE),
+    "refine": ("true", True, SOURCE),
     "fps": ("5", 5.0, ()),
     "save_latents": ("steps", "steps", ()),
     "trace": ("/tmp/trace", Path("/tmp/trace"), ()),

@@ -369,15 +369,16 @@ SAMPLING_RULES = (
         lambda s: not s.step_range,
     ),
     *(
-        make_conflict_rule("fixed_latents", name, "are not used by `src_video`, which is noised")
+        make_conflict_rule(
+            "fixed_latents", name, "replaces the initial latents, and so does `src_video`"
+        )
         for name in ("strength", "refine")
     ),
     Rule(
         ("trace_steps",),
-        "names a step that is not computed: this video has steps {step_range[0]} to "
-        "{step_range[-1]}",
-        "drop it, or name some of these",
-        lambda s: s.step_range and min(s.trace_steps) < s.step_range[0],
+        "names step {trace_steps[0]}, and this video starts at step {step_range.start}",
+        "drop it, or name later ones",
+        lambda s: s.trace_steps[0] < s.step_range.start,
     ),
 )
 """Rules for the sampling of a video."""
