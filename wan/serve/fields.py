@@ -109,6 +109,14 @@ API_FIELDS = {
 """Fields of OpenAI's, vllm-omni's, SGLang's and MLPerf's APIs that are no setting's name."""
 FIELD_TO_SETTING = {key: field.setting for key, field in API_FIELDS.items() if field.setting}
 """Field name of another API -> setting."""
+FIELD_NAMES = {
+    "image": "input_reference",
+    "frame_num": "num_frames",
+    "sample_steps": "num_inference_steps",
+    "sample_shift": "flow_shift",
+    "base_seed": "seed",
+}
+"""Setting -> its field in the schema and in answers, where the two differ."""
 BLOCKS = ("extra_body", "extra_json", "extra_params", "video_params")
 """Fields whose values are JSON objects of further fields."""
 FOLDER = "src_root_path"
@@ -131,10 +139,11 @@ LIST_FIELDS = tuple(
 )
 """Fields that a form may repeat."""
 _GUIDANCE = ("guidance_high", "guidance_low")
-_COMPUTED_FIELDS = (
+COMPUTED_FIELDS = (
     *("model", "seconds", "boundary_ratio", "priority", "width", "height"),
     *("guidance_scale", "guidance_scale_2", *_GUIDANCE),
 )
+"""Fields from which settings are computed."""
 _URL_KEYS = ("image_url", "video_url", "audio_url", "url")
 _DATA_URL = re.compile(r"data:[\w.+/-]*(;[\w.+=-]+)*;base64,", re.ASCII | re.IGNORECASE)
 
@@ -190,7 +199,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         if name in names:
             why = f"means the same as {names[name]}"
             raise InputError(key, why=why, remedy="give one of them")
-        if key in _COMPUTED_FIELDS:
+        if key in COMPUTED_FIELDS:
             api_fields[key] = value
         elif key in API_FIELDS and not API_FIELDS[key].setting:
             _check_api_field(key, value)

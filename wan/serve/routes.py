@@ -9,15 +9,14 @@ import os
 import re
 import stat
 from contextlib import suppress
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from wan.serve import fields, pictures
+from wan.serve import fields, listing, page_routes, pictures
 from wan.serve.bodies import read_body
 from wan.serve.journal import ServiceJob
 from wan.serve.metrics import Metrics
@@ -38,9 +37,9 @@ class Routes:
 
     def list_routes(self) -> list[Route]:
         """Returns the Starlette routes."""
-        video_route = "/v1/videos/{id}"
+        service, video_route = self._service, "/v1/videos/{id}"
         return [
-            Route("/", self.page),
+            *page_routes.list_page_routes(service),
             Route("/health", self.health),
             Route("/liveness", lambda _: JSONResponse({"status": "ok"})),
             Route("/metrics", self.metrics),
@@ -52,6 +51,7 @@ class Routes:
             Route(video_route, self.retrieve),
             Route(video_route, self.delete, methods=["DELETE"]),
             Route(f"{video_route}/content", self.content),
+            Route(f"{video_route}/inputs/{{field}}", self.input),
             Route(f"{video_route}/remix", self.remix, methods=["POST"]),
         ]
 
@@ -78,16 +78,19 @@ class Routes:
         after = query.get("after") or None
         if after is not None and self._service.journal.get_state(after) is None:
             self._service.find_job(after)
+        job_filter = listing.read_filter(query.get("status", ""), query.get("search", ""))
         max_jobs = integer(0, 100)("limit", limit)
-        jobs = self._service.journal.list_page(after, max_jobs + 1, order == "desc")
-        data = [make_video_object(self._service, job) for job in jobs[:max_jobs]]
+        page = listing.find_jobs(
+            self._service.journal, job_filter, after, max_jobs, order == "desc"
+        )
+        data = [make_video_object(self._service, job) for job in page.jobs]
         return JSONResponse(
             {
                 "object": "list",
                 "data": data,
-                "has_more": len(jobs) > max_jobs,
+                "has_more": page.has_more,
                 "first_id": data[0]["id"] if data else None,
-                "last_id": data[-1]["id"] if data else None,
+                "last_id": page.last_id,
             }
         )
 
@@ -103,7 +106,7 @@ class Routes:
         if variant != "video":
             path, media_type = await self._load_picture(job, variant), "image/jpeg"
         status = self._stat_file(job, path)
-        _drop_ignored_range(request)
+        _normalize_range(request, status.st_size)
         answer = FileResponse(
             path,
             media_type=media_type,
@@ -115,6 +118,24 @@ class Routes:
             headers = {name: answer.headers[name] for name in ("etag", "last-modified")}
             return Response(status_code=304, headers=headers)
         return answer
+
+    async def input(self, request: Request) -> Response:
+        """Answers with an uploaded file; never with a type that a browser would run."""
+        job, field = self._service.find_job(request.path_params["id"]), request.path_params["field"]
+        paths = self._service.files.list_inputs(job, self._service.folder_files).get(field, [])
+        index = integer(0, 10_000)("index", request.query_params.get("index", "0"))
+        if index >= len(paths):
+            message = f"This video has no such file {field[:100]!r}."
+            raise RefusedError(message, 404, "not_found", "field")
+        status = self._stat_file(job, paths[index])
+        _normalize_range(request, status.st_size)
+        return FileResponse(
+            paths[index],
+            media_type="application/octet-stream",
+            headers={"X-Content-Type-Options": "nosniff"},
+            filename=f"{job.id}-{paths[index].name}",
+            stat_result=status,
+        )
 
     async def _load_picture(self, job: ServiceJob, variant: str) -> Path:
         """Returns the path of a JPEG of a video.
@@ -168,7 +189,7 @@ class Routes:
         }
         path = self._service.files.video_path(job)
         status = self._stat_file(job, path)
-        _drop_ignored_range(request)
+        _normalize_range(request, status.st_size)
         return FileResponse(path, media_type="video/mp4", headers=headers, stat_result=status)
 
     async def generations(self, request: Request) -> Response:
@@ -219,9 +240,6 @@ class Routes:
         content, media_type = self._metrics.render(self._service)
         return Response(content, media_type=media_type)
 
-    async def page(self, _: Request) -> Response:
-        return HTMLResponse(resources.files("wan.serve").joinpath("page.html").read_text("utf-8"))
-
     async def _create_job(self, request: Request, body: dict[str, Any]) -> tuple[ServiceJob, bool]:
         digest = hash_request(body)
         parsed_request = fields.parse_request(body, self._service.startup_run, self._service.models)
@@ -263,20 +281,35 @@ class Routes:
         return JSONResponse(make_video_object(self._service, job), headers=headers)
 
 
-def _drop_ignored_range(request: Request) -> None:
-    """Removes a `Range` header that RFC 9110 ignores: of another method or unit, or invalid."""
+def _normalize_range(request: Request, size: int) -> None:
+    """Removes what RFC 9110 ignores from a `Range` header: other methods and units, invalid ranges.
+
+    Of several ranges those without a byte of the file are removed, too.
+
+    Raises:
+        RefusedError: The file has no byte of any range.
+    """
     match = re.fullmatch(r"bytes=(.*)", request.headers.get("range", ""), re.IGNORECASE)
-    ranges = match[1].split(",") if match is not None else []
-    if request.method == "GET" and ranges and all(map(_is_byte_range, ranges)):
-        return
+    ranges = match[1].split(",") if match is not None and request.method == "GET" else []
+    starts = [start for text in ranges if (start := _find_range_start(text, size)) is not None]
     headers = [header for header in request.scope["headers"] if header[0] != b"range"]
+    if ranges and len(starts) == len(ranges):
+        satisfiable = [text for text, start in zip(ranges, starts, strict=True) if start < size]
+        if not satisfiable and "if-range" not in request.headers:
+            message = f"No byte of this range exists; the file has {size} bytes."
+            content_range = {"Content-Range": f"bytes */{size}"}
+            raise RefusedError(message, 416, "range_not_satisfiable", headers=content_range)
+        if satisfiable:
+            headers.append((b"range", f"bytes={','.join(satisfiable)}".encode()))
     request.scope["headers"] = headers
 
 
-def _is_byte_range(text: str) -> bool:
-    """Returns whether a text is `FIRST-`, `FIRST-LAST` or `-COUNT`."""
-    match = re.fullmatch(r"\s*(?:(\d{1,18})-(\d{0,18})|-\d{1,18})\s*", text, re.ASCII)
-    return match is not None and (not match[1] or not match[2] or int(match[1]) <= int(match[2]))
+def _find_range_start(text: str, size: int) -> int | None:
+    """Returns the first byte of `FIRST-`, `FIRST-LAST` or `-COUNT`; None if a range is invalid."""
+    match = re.fullmatch(r"\s*(?:(\d{1,18})-(\d{0,18})|-(\d{1,18}))\s*", text, re.ASCII)
+    if match is None or (match[1] and match[2] and int(match[1]) > int(match[2])):
+        return None
+    return int(match[1]) if match[1] else max(size - int(match[3]), 0)
 
 
 def _matches_etag(request: Request, etag: str) -> bool:

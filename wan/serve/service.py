@@ -112,7 +112,7 @@ class Service:
         self._repeats = RepeatedRequests(self.journal)
         self.waiters = Waiters(self._delete_unawaited_job)
         self._estimates = Estimates(self.journal.list_completed(_MAX_SAMPLES))
-        self._queue_estimate: tuple[object, dict[str, float], float] = (None, {}, 0.0)
+        self._queue_estimate: tuple[object, dict[str, tuple[int, float]], float] = (None, {}, 0.0)
         self._last_shape = ""  # `ServiceJob.shape` of the batch that was started last
         self._loading_seconds = 0.0  # to load the weights for one batch
         self._max_batch_size = limits.batch_size if _can_group_by_expert(run) else 1
@@ -123,6 +123,11 @@ class Service:
         for job in self.journal.list_in_state("queued"):
             self.files.remove_attempt(job)
         remove_orphaned_folders(jobs, self.journal.get_state)
+
+    @property
+    def folder_files(self) -> Mapping[str, str]:
+        """Field of a request -> file of the folder of uploaded files."""
+        return self.startup_run.params.task.upload_names
 
     # Requests.
 
@@ -239,19 +244,35 @@ class Service:
         planned = sum(self.estimate_seconds(job) or 0.0 for job in running)
         started_at = min((job.started or now for job in running), default=now)
         ahead, total = self._estimate_queue()
-        waiting = total if queued_job is None else ahead.get(queued_job.id, total)
+        waiting = total if queued_job is None else ahead.get(queued_job.id, (0, total))[1]
         return max(planned - (now - started_at), 0.0) + waiting
 
-    def _estimate_queue(self) -> tuple[dict[str, float], float]:
-        """Returns the estimated seconds before each queued job, by id, and of the whole queue.
+    def estimate_end(self, job: ServiceJob) -> tuple[int | None, float | None]:
+        """Returns the queued jobs before a queued job, and the seconds until its video is complete.
+
+        None: the job has started; nothing is known about the seconds.
+        """
+        estimate = self.estimate_seconds(job)
+        if job.state == "queued":
+            position = self._estimate_queue()[0].get(job.id, (None,))[0]
+            return position, None if estimate is None else self.estimate_wait(job) + estimate
+        elapsed = time.time() - (job.started or time.time())
+        if estimate is None:
+            if not job.done:
+                return None, None
+            estimate = elapsed / job.done * job.total
+        return None, max(estimate - elapsed, 0.0)
+
+    def _estimate_queue(self) -> tuple[dict[str, tuple[int, float]], float]:
+        """Returns each queued job's position and estimated seconds before it, and of the queue.
 
         The sums are cached until the queue or the estimates change.
         """
         version = (self.journal.version, self._estimates.version)
         if self._queue_estimate[0] != version:
             ahead, seconds = {}, 0.0
-            for job in self.journal.list_in_state("queued"):
-                ahead[job.id] = seconds
+            for position, job in enumerate(self.journal.list_in_state("queued")):
+                ahead[job.id] = position, seconds
                 seconds += self.estimate_seconds(job) or 0.0
             self._queue_estimate = version, ahead, seconds
         return self._queue_estimate[1:]
