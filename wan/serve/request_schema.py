@@ -14,7 +14,9 @@ from wan.serve.fields import FIELD_NAMES
 from wan.serve.journal import ServiceJob
 from wan.settings.fields import REQUIRED, Option
 from wan.settings.flags import FLAGS, GROUPS
+from wan.settings.presets import PRESETS, Preset
 from wan.settings.values import integer, real
+from wan.tasks.base import TASKS
 
 Schema = dict[str, Any]
 TITLES = {
@@ -91,7 +93,11 @@ def make_request_schema(
     for name in ("prompt", "negative_prompt"):
         properties[name]["maxLength"] = max_characters
     properties["prompt"]["pattern"] = r"\S"
-    properties |= _list_files(run) | _list_computed_fields(run, models)
+    files = _list_files(run)
+    if not files:  # an image would decide the shape
+        size = properties["size"]
+        size["description"] = size["description"].partition(";")[0]
+    properties |= files | _list_computed_fields(run, models)
     ordered = sorted(properties, key=lambda name: _rank_field(name, properties[name]))
     properties = {name: {"title": _make_title(name)} | properties[name] for name in ordered}
     properties |= _list_aliases(properties, run) | _list_foreign_fields(properties)
@@ -123,9 +129,11 @@ def _list_settings(run: Run) -> dict[str, Schema]:
         if not flag.line or name in PATH_SETTINGS or name in fields.UPLOADS:
             continue
         is_unused = defaults[name] is REQUIRED and name not in run.settings
+        if flag.needs is not None and not FLAGS[flag.needs].line:
+            is_unused |= not run.settings.get(flag.needs)
         if is_unused or (flag.tasks and preset.task not in flag.tasks):
             continue
-        entry = _describe_setting(name, flag)
+        entry = _describe_setting(flag, preset)
         started = run.settings.get(name, defaults[name])
         if started is not None and name != "prompt":
             entry["default"] = _format_default(name, started)
@@ -155,10 +163,19 @@ def _read_defaults() -> dict[str, Any]:
     }
 
 
-def _describe_setting(name: str, flag: Option) -> Schema:
-    """Returns the schema of a setting with its help text, without its default and foreign names."""
-    text = re.sub(r"\s*\(default[^()]*\)|; default[^()]*(?=\))", "", flag.help)
+def _describe_setting(flag: Option, preset: Preset) -> Schema:
+    """Returns the schema of a setting; its help text without the default and other tasks."""
+    text = re.sub(r"\s*\(default[^()]*\)|; default[^()]*(?=\))|, separated by .*", "", flag.help)
     text = re.sub(r"--(\w+)", lambda match: FIELD_NAMES.get(match[1], match[1]), text)
+    names = {preset.task, preset.kind, preset.model_type}
+    kinds = "|".join(sorted({*PRESETS, *TASKS, "flf2v"}, reverse=True))  # longest first
+    need = re.compile(rf"((?:{kinds})(?:, (?:{kinds}))*): ([^;,()]+)")
+
+    def describe_need(match: re.Match[str]) -> str:
+        needs = [text for tasks, text in need.findall(match[1]) if names & {*tasks.split(", ")}]
+        return f" ({needs[0]})" if needs else ""
+
+    text = re.sub(rf" \(((?:{kinds})\b[^()]*)\)", describe_need, text)
     entry: Schema = dict(flag.reader.schema) | {"description": text}
     return entry | ({"x-common": True} if flag.common else {})
 
@@ -172,11 +189,11 @@ def _format_default(name: str, value: Any) -> Any:
 
 def _list_files(run: Run) -> dict[str, Schema]:
     """Returns the schema of each uploaded file of the task."""
-    task, files = run.setup.preset.task, {}
+    preset, files = run.setup.preset, {}
     for name in fields.UPLOADS:
-        if task in FLAGS[name].tasks:
-            flag = FLAGS[name]
-            entry = _describe_setting(name, flag) | {"x-common": True, "x-media": flag.media}
+        flag = FLAGS[name]
+        if preset.task in flag.tasks:
+            entry = _describe_setting(flag, preset) | {"x-common": True, "x-media": flag.media}
             del entry["type"]
             one_file = _ANY_REFERENCE
             if name == fields.PICTURES:
@@ -188,7 +205,8 @@ def _list_files(run: Run) -> dict[str, Schema]:
             files[FIELD_NAMES.get(name, name)] = entry
     for name, file in run.params.task.upload_names.items():
         media = f"{(guess_type(file)[0] or '').partition('/')[0]}/*"
-        text = f"{file} of the preprocessed folder"
+        is_needed = file in FLAGS[fields.FOLDER].help
+        text = f"{file} of the preprocessed folder{' (needed)' if is_needed else ''}"
         files[name] = _ANY_REFERENCE | {"description": text, "x-media": media, "x-common": True}
     return files
 
@@ -236,7 +254,12 @@ def _list_aliases(properties: Mapping[str, Schema], run: Run) -> dict[str, Schem
     }
     side = dict(integer(1, 100_000).schema)
     entries |= {"width": side, "height": side}
-    aliases |= {"width": "size", "height": "size"}
+    if not run.params.task.upload_names:
+        entries["aspect_ratio"] = {"type": "string", "pattern": r"^\d+:\d+$", "examples": ["16:9"]}
+        entries["short_edge"] = side
+    aliases |= dict.fromkeys(
+        ("width", "height", "aspect_ratio", "short_edge") & entries.keys(), "size"
+    )
     if not run.params.has_clips:
         entries["seconds"] = {
             "type": "number",

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -106,7 +107,7 @@ class Routes:
         if variant != "video":
             path, media_type = await self._load_picture(job, variant), "image/jpeg"
         status = self._stat_file(job, path)
-        _normalize_range(request, status.st_size)
+        _check_range(request, status.st_size)
         answer = FileResponse(
             path,
             media_type=media_type,
@@ -128,7 +129,7 @@ class Routes:
             message = f"This video has no such file {field[:100]!r}."
             raise RefusedError(message, 404, "not_found", "field")
         status = self._stat_file(job, paths[index])
-        _normalize_range(request, status.st_size)
+        _check_range(request, status.st_size)
         return FileResponse(
             paths[index],
             media_type="application/octet-stream",
@@ -189,7 +190,7 @@ class Routes:
         }
         path = self._service.files.video_path(job)
         status = self._stat_file(job, path)
-        _normalize_range(request, status.st_size)
+        _check_range(request, status.st_size)
         return FileResponse(path, media_type="video/mp4", headers=headers, stat_result=status)
 
     async def generations(self, request: Request) -> Response:
@@ -281,35 +282,47 @@ class Routes:
         return JSONResponse(make_video_object(self._service, job), headers=headers)
 
 
-def _normalize_range(request: Request, size: int) -> None:
-    """Removes what RFC 9110 ignores from a `Range` header: other methods and units, invalid ranges.
-
-    Of several ranges those without a byte of the file are removed, too.
-
-    Raises:
-        RefusedError: The file has no byte of any range.
-    """
+def _drop_ignored_range(request: Request) -> None:
+    """Removes a `Range` header that RFC 9110 ignores: of another method or unit, or invalid."""
     match = re.fullmatch(r"bytes=(.*)", request.headers.get("range", ""), re.IGNORECASE)
-    ranges = match[1].split(",") if match is not None and request.method == "GET" else []
-    starts = [start for text in ranges if (start := _find_range_start(text, size)) is not None]
+    ranges = match[1].split(",") if match is not None else []
+    if request.method == "GET" and ranges and all(map(_is_byte_range, ranges)):
+        return
     headers = [header for header in request.scope["headers"] if header[0] != b"range"]
-    if ranges and len(starts) == len(ranges):
-        satisfiable = [text for text, start in zip(ranges, starts, strict=True) if start < size]
-        if not satisfiable and "if-range" not in request.headers:
-            message = f"No byte of this range exists; the file has {size} bytes."
-            content_range = {"Content-Range": f"bytes */{size}"}
-            raise RefusedError(message, 416, "range_not_satisfiable", headers=content_range)
-        if satisfiable:
-            headers.append((b"range", f"bytes={','.join(satisfiable)}".encode()))
     request.scope["headers"] = headers
 
 
-def _find_range_start(text: str, size: int) -> int | None:
-    """Returns the first byte of `FIRST-`, `FIRST-LAST` or `-COUNT`; None if a range is invalid."""
-    match = re.fullmatch(r"\s*(?:(\d{1,18})-(\d{0,18})|-(\d{1,18}))\s*", text, re.ASCII)
-    if match is None or (match[1] and match[2] and int(match[1]) > int(match[2])):
-        return None
-    return int(match[1]) if match[1] else max(size - int(match[3]), 0)
+def _is_byte_range(text: str) -> bool:
+    """Returns whether a text is `FIRST-`, `FIRST-LAST` or `-COUNT`."""
+    match = re.fullmatch(r"\s*(?:(\d{1,18})-(\d{0,18})|-\d{1,18})\s*", text, re.ASCII)
+    return match is not None and (not match[1] or not match[2] or int(match[1]) <= int(match[2]))
+
+
+def _check_range(request: Request, size: int) -> None:
+    """Removes the ranges of a valid `Range` header that have no byte of a file.
+
+    Raises:
+        RefusedError: None of them has one.
+    """
+    _drop_ignored_range(request)
+    headers = Headers(scope=request.scope)
+    if "range" not in headers or "if-range" in headers:
+        return
+    ranges = headers["range"].partition("=")[2].split(",")
+    satisfiable = [text for text in ranges if _find_first_byte(text.strip(), size) < size]
+    if not satisfiable:
+        message = f"No byte of this range exists; the file has {size} bytes."
+        content_range = {"Content-Range": f"bytes */{size}"}
+        raise RefusedError(message, 416, "range_not_satisfiable", headers=content_range)
+    headers_without_range = [header for header in request.scope["headers"] if header[0] != b"range"]
+    value = f"bytes={','.join(satisfiable)}".encode()
+    request.scope["headers"] = [*headers_without_range, (b"range", value)]
+
+
+def _find_first_byte(text: str, size: int) -> int:
+    """Returns the first byte of `FIRST-`, `FIRST-LAST` or `-COUNT`."""
+    first, _, last = text.partition("-")
+    return int(first) if first else max(size - int(last), 0)
 
 
 def _matches_etag(request: Request, etag: str) -> bool:

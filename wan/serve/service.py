@@ -18,7 +18,7 @@ from wan.app.run import Run
 from wan.pipeline import memory_estimate
 from wan.serve import fields, records
 from wan.serve.estimates import Estimates
-from wan.serve.fields import ParsedRequest
+from wan.serve.fields import FIELD_NAMES, FOLDER, ParsedRequest
 from wan.serve.folders import JOB_ID, remove_orphaned_folders
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.job_files import JobFiles
@@ -517,8 +517,12 @@ class Service:
         for name in self.files.list_uploads(job):
             path = str(self.files.upload_path(job, name).absolute())
             message = message.replace(path, f"the uploaded {job.names.get(name, name)}")
-        match = re.match(r"`(\w+)`", error.what)
-        param = job.names.get(match[1], match[1]) if match else None
+        # A missing input is named where the sentence says what to do.
+        match = re.match(r"`(\w+)`", error.what) or re.search(r"`(\w+)`", error.remedy)
+        param = job.names.get(match[1], FIELD_NAMES.get(match[1], match[1])) if match else None
+        if param == FOLDER:
+            files = self.folder_files
+            param = next((name for name in files if files[name] in error.why), next(iter(files)))
         return RefusedError(message, param=param)
 
     def _describe_planned_memory(self, job: ServiceJob) -> str:

@@ -3,6 +3,7 @@
 import { ApiError, getJson } from "./api.js";
 
 const HIDDEN = new Set(["model", "save_latents", "webhook_url"]);
+const USUAL = new Set(["lora", "preview"]);
 const usual = document.getElementById("usual"), rest = document.getElementById("rest");
 const message = document.getElementById("message");
 const aliases = new Map(); // other name -> field
@@ -27,20 +28,20 @@ export async function buildForm() {
     if (entry["x-alias-of"]) aliases.set(name, entry["x-alias-of"]);
     if (HIDDEN.has(name) || entry["x-alias-of"] || entry["x-ignored"] || "const" in entry) continue;
     if (name === "lora" && !loras.length) continue;
-    const parent = entry["x-common"] || name === "lora" ? usual : rest;
+    const parent = entry["x-common"] || USUAL.has(name) ? usual : rest;
     const required = schema.required?.includes(name);
     controls.set(name, makeField(name, entry, parent, required, loras));
   }
   const defaults = ["size", "num_frames", "num_inference_steps"]
     .map((name) => schema.properties[name]).filter((entry) => entry?.default !== undefined)
     .map((entry) => entry.default + (entry.title === "Size" ? "" : " " + entry.title.toLowerCase()));
-  return [schema.properties.model.default, ...defaults].join(" · ");
+  return `${schema.properties.model.default}, as started: ${defaults.join(", ")}`;
 }
 
 async function listLoras(entry) {
   if (!entry || entry["x-ignored"]) return [];
   try {
-    return (await getJson("/v1/loras")).data.map((row) => row.id ?? row.name);
+    return (await getJson("/v1/loras")).data.filter((row) => !row.error).map((row) => row.name);
   } catch {
     return [];
   }
@@ -73,7 +74,7 @@ function describe(entry) {
 function chooseControl(name, entry, box, label, loras) {
   if (entry["x-media"]) return makeFileControl(entry, box);
   if (name === "lora") return makeLoraControl(box, loras);
-  if (entry.type === "boolean") return makeCheckControl(entry, label);
+  if (entry.type === "boolean" || name === "preview") return makeCheckControl(entry, label);
   if (entry.enum) return makeSelectControl(entry, box);
   return makeTextControl(name, entry, box);
 }
@@ -154,7 +155,7 @@ function preview(file, media) {
   const kind = (file.type || media).split("/")[0];
   const shown = element({ image: "img", video: "video", audio: "audio" }[kind] || "span");
   if (kind === "image") shown.alt = file.name;
-  else Object.assign(shown, { muted: kind === "video", controls: true, preload: "metadata" });
+  else Object.assign(shown, { muted: kind === "video", controls: kind === "audio", preload: "metadata" });
   shown.src = URL.createObjectURL(file);
   return shown;
 }

@@ -66,6 +66,7 @@ form.addEventListener("submit", async (event) => {
       show(await create("/v1/videos", makeBody({ ...fields, ...shiftSeed(fields.seed, index) }, files)));
     }
     find("news").textContent = "Queued.";
+    if (innerWidth < 1024) find("videos").scrollIntoView({ block: "nearest" });
   } catch (error) {
     showError(error);
   }
@@ -172,7 +173,7 @@ function synchronize(players, fps) {
     playing = value;
     button("play").textContent = playing ? "Pause" : "Play";
     for (const player of players) {
-      if (playing && player.currentTime < player.duration) player.play().catch(() => {});
+      if (playing && !(player.currentTime >= player.duration)) player.play().catch(() => {});
       else player.pause();
     }
   };

@@ -195,6 +195,7 @@ function update(card, isNew) {
   if (!card.record.hidden) card.record.textContent = JSON.stringify(video, null, 1);
   if (video.preview_step && open) showPreview(card);
   if (!isNew) return;
+  card.item.dataset.status = video.status;
   card.wrong.textContent = video.error?.message || "";
   card.remove.textContent = open ? "Cancel" : "Delete";
   card.retry.hidden = video.status !== "failed";
