@@ -225,6 +225,16 @@ async def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
         assert (await jobs.request(name))[0] == 404
 
 
+@pytest.mark.parametrize(
+    ("task", "param"), [("i2v-A14B", "input_reference"), ("animate-14B", "src_ref")]
+)
+async def test_a_missing_file_is_named(task: str, param: str, tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", task])
+    status, _, answer = await jobs.request("/v1/videos", {"prompt": PROMPT})
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert param in answer["error"]["message"]
+
+
 async def test_where_a_video_is_in_the_queue(jobs: Jobs) -> None:
     first = await jobs.create()
     jobs.complete(first, seconds=8)

@@ -518,8 +518,9 @@ class Service:
             path = str(self.files.upload_path(job, name).absolute())
             message = message.replace(path, f"the uploaded {job.names.get(name, name)}")
         # A missing input is named where the sentence says what to do.
-        match = re.match(r"`(\w+)`", error.what) or re.search(r"`(\w+)`", error.remedy)
-        param = job.names.get(match[1], FIELD_NAMES.get(match[1], match[1])) if match else None
+        settings = re.findall(r"`(\w+)`", f"{error.what} {error.remedy}")
+        name = next((name for name in settings if name != "task"), None)
+        param = None if name is None else job.names.get(name, FIELD_NAMES.get(name, name))
         if param == FOLDER:
             files = self.folder_files
             param = next((name for name in files if files[name] in error.why), next(iter(files)))

@@ -177,6 +177,13 @@ function synchronize(players, fps) {
       else player.pause();
     }
   };
+  const restart = async () => {
+    setPlaying(false);
+    const ready = players.map((player) => new Promise((done) => { player.onseeked = done; }));
+    seek(0);
+    await Promise.all(ready);
+    if (comparison.open) setPlaying(true);
+  };
   const step = (frames) => { setPlaying(false); seek(Math.max(leader().currentTime + frames / fps, 0)); };
   const follow = () => {
     if (!comparison.open) return;
@@ -185,10 +192,12 @@ function synchronize(players, fps) {
       const time = leader().currentTime;
       slider.value = time;
       for (const player of players) {
-        const isEnded = time >= player.duration;
-        if (!isEnded && Math.abs(player.currentTime - time) > 1.5 / fps) player.currentTime = time;
+        const late = time - player.currentTime;
+        if (time >= player.duration) continue;
+        if (Math.abs(late) > 0.3) player.currentTime = time;
+        else player.playbackRate = Math.abs(late) < 0.02 ? 1 : 1 + Math.max(-0.5, Math.min(3 * late, 0.5));
       }
-      if (leader().ended) { seek(0); setPlaying(true); }
+      if (leader().ended) restart();
     }
     requestAnimationFrame(follow);
   };

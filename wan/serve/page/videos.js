@@ -80,10 +80,17 @@ export async function refresh() {
   return [...current.values()].filter(isOpen).length;
 }
 
-/** Shows videos of other clients that were made and ended between two polls. */
+/** Shows what other clients have made or deleted among the newest videos since the last polls. */
 export async function refreshNewest() {
-  const query = new URLSearchParams({ limit: PAGE, ...filter });
-  for (const video of (await getJson("/v1/videos?" + query)).data.reverse()) show(video);
+  if (filter.search) return;
+  const own = turn, page = await getJson("/v1/videos?" + new URLSearchParams({ limit: PAGE, ...filter }));
+  if (own !== turn) return;
+  const ids = new Set(page.data.map((video) => video.id));
+  const oldest = page.has_more ? page.data.at(-1).created_at : -1;
+  for (const [id, card] of [...cards]) {
+    if (!ids.has(id) && card.video.created_at > oldest && !isOpen(card.video)) drop(id);
+  }
+  for (const video of page.data.reverse()) show(video);
 }
 
 function fits(video) {
@@ -188,9 +195,8 @@ function makeButtons(card) {
 
 function update(card, isNew) {
   const video = card.video, open = isOpen(video);
-  card.bar.hidden = !open;
-  if (video.status === "in_progress") card.bar.value = video.progress;
-  else card.bar.value = 0;
+  card.bar.hidden = video.status !== "in_progress";
+  card.bar.value = video.progress;
   card.facts.textContent = listFacts(video).join(" · ");
   if (!card.record.hidden) card.record.textContent = JSON.stringify(video, null, 1);
   if (video.preview_step && open) showPreview(card);
@@ -248,6 +254,7 @@ async function loadThumbnail(card) {
   button.setAttribute("aria-label", "Play: " + name(card.video));
   const image = element("img", "", button, { alt: "" });
   const again = () => {
+    if (!cards.has(card.video.id)) return;
     card.pictured = false;
     const wait = 1000 * 2 ** Math.min(card.tries++, 6);
     card.timer = setTimeout(() => loadThumbnail(card), wait);
@@ -258,8 +265,9 @@ async function loadThumbnail(card) {
   try {
     const retry = card.tries ? "&retry=" + card.tries : "";
     await setSource(image, `/v1/videos/${card.video.id}/content?variant=thumbnail${retry}`);
-  } catch {
-    again();
+  } catch (error) {
+    if (error.status === 404) drop(card.video.id);
+    else again();
   }
 }
 
