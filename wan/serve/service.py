@@ -519,8 +519,8 @@ class Service:
             message = message.replace(path, f"the uploaded {job.names.get(name, name)}")
         # A missing input is named where the sentence says what to do.
         settings = re.findall(r"`(\w+)`", f"{error.what} {error.remedy}")
-        name = next((name for name in settings if name != "task"), None)
-        param = None if name is None else job.names.get(name, FIELD_NAMES.get(name, name))
+        setting = next((name for name in settings if name != "task"), None)
+        param = setting and job.names.get(setting, FIELD_NAMES.get(setting, setting))
         if param == FOLDER:
             files = self.folder_files
             param = next((name for name in files if files[name] in error.why), next(iter(files)))
