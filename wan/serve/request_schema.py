@@ -130,7 +130,8 @@ def _list_settings(run: Run) -> dict[str, Schema]:
             continue
         is_unused = defaults[name] is REQUIRED and name not in run.settings
         if flag.needs is not None and not FLAGS[flag.needs].line:
-            is_unused |= not run.settings.get(flag.needs)
+            parts = (run.output, *vars(run.setup).values())
+            is_unused |= not any(getattr(part, flag.needs, None) for part in parts)
         if is_unused or (flag.tasks and preset.task not in flag.tasks):
             continue
         entry = _describe_setting(flag, preset)

@@ -173,7 +173,7 @@ function makeLoraControl(box, names) {
     return { name, chosen, scale };
   });
   const read = () => rows.filter((row) => row.chosen.checked)
-    .map((row) => ({ name: row.name, scale: Number(row.scale.value) }));
+    .map((row) => ({ name: row.name, scale: readNumber(row.scale.value) }));
   const write = (chosen) => {
     for (const row of rows) {
       const entry = [chosen].flat().find((item) => item.name === row.name);
@@ -182,6 +182,11 @@ function makeLoraControl(box, names) {
     }
   };
   return { input, read: () => (read().length ? read() : undefined), write, clear: () => write([]) };
+}
+
+/** Returns a number, or the text that the API refuses. */
+function readNumber(text) {
+  return text.trim() === "" || Number.isNaN(Number(text)) ? text : Number(text);
 }
 
 /** Returns the fields and the files that the user has given. */
