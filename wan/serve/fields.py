@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wan.app.run import PATH_SETTINGS, Run
+from wan.serve.webhook_hosts import read_url
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import FLAG_ALIASES, FLAGS, check_exclusive_settings, read_settings
@@ -132,7 +133,7 @@ LIST_FIELDS = tuple(
 """Fields that a form may repeat."""
 _GUIDANCE = ("guidance_high", "guidance_low")
 _COMPUTED_FIELDS = (
-    *("model", "seconds", "boundary_ratio", "priority", "width", "height"),
+    *("model", "seconds", "boundary_ratio", "priority", "width", "height", "webhook_url"),
     *("guidance_scale", "guidance_scale_2", *_GUIDANCE),
 )
 _URL_KEYS = ("image_url", "video_url", "audio_url", "url")
@@ -148,12 +149,14 @@ class ParsedRequest:
         files: Setting, or SETTING/NAME for several files, -> content of an uploaded file.
         priority: Jobs of higher priority run first.
         names: Setting -> field name of the request.
+        webhook_url: Address that gets the events of the job.
     """
 
     settings: dict[str, Any]
     files: dict[str, bytes] = field(default_factory=dict)
     priority: int = 0
     names: dict[str, str] = field(default_factory=dict)
+    webhook_url: str | None = None
 
     @property
     def naming(self) -> FlagNaming:
@@ -219,7 +222,10 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
     except InputError as error:
         error.naming = make_field_naming(names)
         raise
-    return ParsedRequest(settings, files, priority, names)
+    webhook_url = api_fields.get("webhook_url")
+    return ParsedRequest(
+        settings, files, priority, names, None if webhook_url is None else read_url(webhook_url)
+    )
 
 
 def check_prompt(text: Any) -> None:

@@ -30,6 +30,7 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
         "model": job.model,
         "status": job.state,
         "progress": progress,
+        "stage": job.stage or None if job.state == "in_progress" else None,
         "created_at": int(job.created),
         "completed_at": int(job.ended) if job.state == "completed" and job.ended else None,
         "expires_at": None,

@@ -7,7 +7,7 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -26,6 +26,7 @@ from wan.serve.journal import MAX_ATTEMPTS, Journal, ServiceJob
 from wan.serve.journal_file import JournalError
 from wan.serve.repeats import RefusedError, RepeatedRequests, hash_request
 from wan.serve.waiters import Waiters
+from wan.serve.webhook_hosts import NO_HOSTS, WebhookHosts
 from wan.settings.errors import InputError, is_disk_full, name_settings
 from wan.settings.flags import read_settings
 from wan.utils.log import logger
@@ -46,6 +47,7 @@ class Limits:
         batch_size: Jobs in a batch, which is grouped by expert.
         keep_days: Days after which an ended job and its files are deleted; None: never.
         quota: Bytes of all jobs' files; the oldest ended jobs are deleted first. None: no limit.
+        webhook_hosts: Hosts to which events may be sent.
     """
 
     queue: int = 100
@@ -56,6 +58,7 @@ class Limits:
     batch_size: int = 8
     keep_days: float | None = None
     quota: int | None = None
+    webhook_hosts: WebhookHosts = NO_HOSTS
 
 
 class Service:
@@ -66,6 +69,7 @@ class Service:
         startup_run: The run that the ranks were started with.
         models: Names of the model in the HTTP interface; the first is that of responses.
         stopping: Whether the service is stopping and refuses requests.
+        background_tasks: Further coroutine functions that run until the service ends.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Service:
             on_event: Called with each event, its job and its record, for metrics.
         """
         self.startup_run, self.stopping = run, False
+        self.background_tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self.models = tuple(dict.fromkeys((*model_names, run.setup.preset.task)))
         self.limits, self._replica_name = limits, replica_name
         jobs, self._on_event = folder / "jobs", on_event
@@ -146,6 +151,8 @@ class Service:
         Raises:
             RefusedError: The request is refused.
         """
+        if parsed_request.webhook_url is not None:
+            self.limits.webhook_hosts.check_url(parsed_request.webhook_url)
         earlier = self._repeats.find_duplicate(digest, key, is_retry)
         if earlier is not None:
             return earlier, True
@@ -265,6 +272,8 @@ class Service:
                 tasks.create_task(self.rank_group.run())
                 tasks.create_task(self._delete_old_jobs())
                 tasks.create_task(self.journal.run_writer())
+                for run in self.background_tasks:
+                    tasks.create_task(run())
         finally:
             self.journal.close()
 
@@ -289,6 +298,8 @@ class Service:
             return
         elif message_type == "step":
             job.done, job.total = message["done"], message["total"]
+        elif message_type == "stage":
+            job.stage = message["stage"]
         elif message_type == "done":
             self._loading_seconds = message["loading"]
             self._finish_job(job, message["texts"], message["seconds"])
@@ -426,6 +437,7 @@ class Service:
             digest=digest,
             key=key,
             names=parsed_request.names,
+            webhook_url=parsed_request.webhook_url,
         )
         try:
             await asyncio.to_thread(self.files.write_uploads, job, parsed_request.files)
