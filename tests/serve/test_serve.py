@@ -112,6 +112,23 @@ def test_create_poll_and_fetch(served: ServiceProcess, own: np.ndarray, tmp_path
     assert headers["content-type"] == "video/mp4"
 
 
+def test_events_of_stages_and_steps(served: ServiceProcess) -> None:
+    """The stages that the ranks report, in their order, and every step."""
+    video = served.create(num_inference_steps=3)
+    status, headers, text = served.request(f"/v1/videos/{video}/events")
+    assert status == 200 and headers.get_content_type() == "text/event-stream"
+    blocks = [
+        dict(line.split(": ", 1) for line in block.splitlines() if line)
+        for block in text.decode().strip().split("\n\n")
+    ]
+    events = [(block["event"], json.loads(block["data"])) for block in blocks if "event" in block]
+    stages = [event["stage"] for kind, event in events if kind == "stage"]
+    assert {"denoising", "decoding", "writing"} <= {*stages}
+    assert stages.index("denoising") < stages.index("decoding")
+    assert [event["done"] for kind, event in events if kind == "step"] == [1, 2, 3]
+    assert events[-1] == ("end", served.request(f"/v1/videos/{video}")[2])
+
+
 def test_list_in_pages_and_remix(served: ServiceProcess) -> None:
     client = served.client()
     ids = [served.create(seed=number, num_inference_steps=1) for number in range(2)]

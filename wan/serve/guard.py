@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from wan.serve.addresses import Network, is_in_networks, split_host
 from wan.serve.repeats import RefusedError
 from wan.serve.responses import make_error_response
+from wan.serve.store import StoreError
 from wan.utils.log import logger
 
 
@@ -75,10 +76,10 @@ class Guard:
 
         try:
             await self._app(scope, limited_receive, tracked_send)
-        except FileNotFoundError:
+        except (FileNotFoundError, StoreError) as error:
             if not has_started:
                 raise
-            logger.info("A file was deleted before it was sent.")  # uvicorn closes the connection
+            logger.info("A file was not sent as a whole (%s).", error)  # uvicorn disconnects
 
     def _check_request(self, request: Request) -> RefusedError | None:
         host = request.headers.get("host", "")

@@ -327,7 +327,7 @@ class Service:
         self._last_shape, now, commands = first.shape, time.time(), []
         for job in chosen:
             changes = {"state": "in_progress", "started": now, "attempt": job.attempt + 1}
-            self.journal.update_job(job, **changes, done=0)
+            self.journal.update_job(job, **changes, done=0, stage="")
             self._running[job.id] = job
             files = self.files.list_uploads(job)
             file = str(self.files.video_path(job).absolute())

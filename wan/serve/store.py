@@ -58,7 +58,9 @@ class Store:
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
-            raise self._make_error("needs fsspec", 'pip install ".[store]"') from error
+            raise self._make_error(
+                "needs fsspec", "pip install -r requirements-store.txt"
+            ) from error
         try:
             options = {"use_listings_cache": False, "skip_instance_cache": True}
             self._files, self._root = url_to_fs(url, **options)
@@ -126,7 +128,7 @@ class Store:
             last = min(first + _CHUNK, end)
             path = self._make_path(job_id, name)
             content: bytes = await self._call(
-                _READ_SECONDS, self._files.cat_file, path, first, last
+                _READ_SECONDS, self._files.cat_file, path, start=first, end=last
             )
             if len(content) != last - first:
                 raise StoreError("a file is shorter than it was")
@@ -143,11 +145,13 @@ class Store:
     def _make_path(self, *parts: str) -> str:
         return "/".join((self._root, *parts))
 
-    async def _call(self, seconds: float, function: Callable[..., Any], *args: Any) -> Any:
+    async def _call(
+        self, seconds: float, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Calls a function of the file system, whose errors are of many kinds."""
         try:
             async with asyncio.timeout(seconds):
-                return await call_in_thread(function, *args)
+                return await call_in_thread(function, *args, **kwargs)
         except Exception as error:
             raise StoreError(_describe_store_error(error)) from error
 

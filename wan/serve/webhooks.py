@@ -147,7 +147,7 @@ async def _read_status(reader: asyncio.StreamReader) -> int:
         if match is None:
             raise ValueError("the answer is not HTTP")
         status = int(match[1])
-    with suppress(OSError, TimeoutError):  # so that the server can end its answer
+    with suppress(OSError, EOFError, TimeoutError):  # so that the server can end its answer
         async with asyncio.timeout(_DRAIN_SECONDS):
             await reader.readexactly(_MAX_ANSWER)
     return status
