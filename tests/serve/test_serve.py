@@ -129,6 +129,31 @@ def test_events_of_stages_and_steps(served: ServiceProcess) -> None:
     assert events[-1] == ("end", served.request(f"/v1/videos/{video}")[2])
 
 
+def test_a_preview_while_a_video_is_generated(served: ServiceProcess) -> None:
+    """The newest picture, until the job is deleted."""
+    video = served.create(num_inference_steps=40, preview=2)
+    path = f"/v1/videos/{video}/content?variant=preview"
+    answer: Any = None
+
+    def has_preview() -> bool:
+        nonlocal answer
+        answer = served.request(path)
+        return answer[0] == 200
+
+    served.wait(has_preview)
+    state = served.request(f"/v1/videos/{video}")[2]
+    assert state["status"] == "in_progress" and 2 <= state["preview_step"] <= state["steps"][0] + 2
+    _, headers, picture = answer
+    assert headers["content-type"] == "image/jpeg" and imageio.v3.imread(picture).shape[2] == 3
+    finished = served.wait_for_video(video)
+    assert finished["preview_step"] == 40 and finished["stage_durations"]["preview"] > 0
+    status, headers, newest = served.request(path, If_None_Match=headers["etag"])
+    assert status == 200 and newest != picture
+    assert served.request(path, If_None_Match=headers["etag"])[0] == 304
+    served.request(f"/v1/videos/{video}", method="DELETE")
+    assert served.request(path)[0] == 404
+
+
 def test_list_in_pages_and_remix(served: ServiceProcess) -> None:
     client = served.client()
     ids = [served.create(seed=number, num_inference_steps=1) for number in range(2)]

@@ -33,7 +33,7 @@ _PER_VIDEO_FLAGS = {
         for name in list_options(group)
     ),
     *list_options(ResumeOptions),
-    *("trace", "trace_steps", "trace_kernels", "use_prompt_extend", "save_latents"),
+    *("trace", "trace_steps", "trace_kernels", "use_prompt_extend", "save_latents", "video_lora"),
 }
 """Flags of generate.py that belong to one video and do not affect how the model is loaded."""
 _EPILOG = """flags of generate.py that decide how the model is loaded follow after "--":
@@ -66,6 +66,9 @@ def _parse_service_options(argv: Sequence[str]) -> tuple[argparse.Namespace, lis
         raise InputError(f"--name {args.name} must have at most {NAME_LENGTH} characters")
     if not args.host:
         raise InputError("--host is empty", remedy="give an address of this machine")
+    lora_options = {"lora_folder": args.lora_folder, "lora_cache": args.lora_cache}
+    for name, value in lora_options.items():
+        generate_args += [] if value is None else [f"--{name}", str(value)]
     return args, generate_args
 
 
@@ -173,6 +176,16 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
         type=count_or_zero,
         default=64,
         help="prompts whose embeddings are cached in host memory (default 64)",
+    )
+    add(
+        "--lora_folder",
+        type=make_argument_type(read_path),
+        help="folder of .safetensors files that requests may name as LoRAs (default none)",
+    )
+    add(
+        "--lora_cache",
+        type=make_argument_type(real(0, 1e6)),
+        help="GB of host memory of each rank for LoRAs of earlier videos (default 4)",
     )
     add("--max_body", type=small_int, default=64, help="MB of a request body at most (default 64)")
     add(

@@ -62,6 +62,8 @@ API_FIELDS = {
     "video_reference": ApiField("src_video"),
     "video_url": ApiField("src_video"),
     "audio_reference": ApiField("audio"),
+    "lora": ApiField("video_lora", ({}, [])),
+    "loras": ApiField("video_lora", ({}, [])),
     **{alias: ApiField(name) for alias, name in FLAG_ALIASES.items()},
     # what every request of this service does, or what has no meaning here
     "n": ApiField("", (1,), "asks for several videos", "send several requests"),
@@ -93,8 +95,6 @@ API_FIELDS = {
     "generate_sound": ApiField("", _OFF, "is not supported"),
     "sound_duration": ApiField("", (ANY,), "must be a number"),
     # refused
-    "lora": ApiField("", ({},), "is loaded when the service starts"),
-    "loras": ApiField("", ([],), "are loaded when the service starts"),
     "aspect_ratio": ApiField("", (), "leaves the size open", "give size, or width and height"),
     "short_edge": ApiField("", (), "leaves the size open", "give size, or width and height"),
     "control_type": ApiField("", (), _OTHER_MODELS, "upload src_video"),
@@ -110,6 +110,8 @@ API_FIELDS = {
 """Fields of OpenAI's, vllm-omni's, SGLang's and MLPerf's APIs that are no setting's name."""
 FIELD_TO_SETTING = {key: field.setting for key, field in API_FIELDS.items() if field.setting}
 """Field name of another API -> setting."""
+LORAS = ("video_lora", *(k for k, name in FIELD_TO_SETTING.items() if name == "video_lora"))
+"""Fields whose value are the LoRAs of a video."""
 BLOCKS = ("extra_body", "extra_json", "extra_params", "video_params")
 """Fields whose values are JSON objects of further fields."""
 FOLDER = "src_root_path"
@@ -124,7 +126,7 @@ UPLOADS = tuple(
 )
 """Settings whose values are uploaded files."""
 JSON_FIELDS = frozenset(
-    (*BLOCKS, *UPLOADS, "lora", *(k for k, name in FIELD_TO_SETTING.items() if name in UPLOADS))
+    (*BLOCKS, *UPLOADS, *LORAS, *(k for k, name in FIELD_TO_SETTING.items() if name in UPLOADS))
 )
 """Fields whose value in a form may be the text of a JSON object or list."""
 LIST_FIELDS = tuple(
@@ -195,6 +197,8 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
             raise InputError(key, why=why, remedy="give one of them")
         if key in _COMPUTED_FIELDS:
             api_fields[key] = value
+        elif key in LORAS and value in ({}, []):
+            continue
         elif key in API_FIELDS and not API_FIELDS[key].setting:
             _check_api_field(key, value)
         elif name == PICTURES and isinstance(value, list):
@@ -218,6 +222,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         priority = _apply_api_fields(api_fields, settings, run, models)
         _apply_size(api_fields, settings)
         _normalize_seed(settings)
+        _normalize_loras(settings, run)
         check_exclusive_settings(read_settings(settings))
     except InputError as error:
         error.naming = make_field_naming(names)
@@ -409,6 +414,16 @@ def _normalize_seed(settings: dict[str, Any]) -> None:
         settings["base_seed"] = FLAGS["base_seed"].reader("`base_seed`", seed)
         if settings["base_seed"] < 0:
             del settings["base_seed"]
+
+
+def _normalize_loras(settings: dict[str, Any], run: Run) -> None:
+    """Converts the LoRAs to objects with name, scale and expert, in place."""
+    if "video_lora" in settings:
+        chosen = FLAGS["video_lora"].reader("`video_lora`", settings["video_lora"])
+        if run.setup.lora_options.lora_folder is None:
+            why = "needs a service that was started with --lora_folder"
+            raise InputError("`video_lora`", why=why, remedy="leave it out")
+        settings["video_lora"] = [*chosen]
 
 
 def _apply_guidance_fields(

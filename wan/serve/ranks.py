@@ -165,6 +165,7 @@ class RankWorker:
         run, refusal = None, None
         try:
             run = self._resolve_settings(read_settings(settings)).with_save_file(Path(file))
+            self._pipeline.video_loras.read_all(run.inputs.loras)
         except Exception as error:
             refusal = failures.describe_error(error) or repr(error)
         answers = self._control.gather((refusal, None if run is None else _hash_run(run)))
@@ -173,12 +174,14 @@ class RankWorker:
             reason = reasons[0] if reasons else "The ranks read different files; copy them again."
             self._send("failed", job=job, code="invalid_request", message=reason)
             return None
+        on_preview = partial(self._send, "preview", job=job)
+        video = VideoJob(run, self._pipeline, self._team, on_preview=on_preview)
         return RunningJob(
             f"Video {job}",
             run.params,
-            run.load_inputs(),
+            video.make_inputs(),
             id=job,
-            video=VideoJob(run, self._pipeline, self._team),
+            video=video,
             cancellation_point=SharedCancellationPoint(
                 self._control, self._link, job, run.params.num_clip or 1
             ),

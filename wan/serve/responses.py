@@ -46,7 +46,9 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
         "fps": job.fps,
         "seed": _read_seed(job),
         "guidance": job.guidance or None,
+        "lora": job.settings.get("video_lora"),
         "steps": [job.done, job.total],
+        "preview_step": job.preview_step,
         "attempt": job.attempt,
     }
     days = service.limits.keep_days

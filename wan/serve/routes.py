@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import json
 import os
 import re
@@ -63,6 +64,7 @@ class Routes:
             Route("/liveness", lambda _: JSONResponse({"status": "ok"})),
             Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
+            Route("/v1/loras", self.loras),
             Route("/v1/videos", self.create, methods=["POST"]),
             Route("/v1/videos", self.list),
             Route("/v1/videos/sync", self.sync, methods=["POST"]),
@@ -113,8 +115,11 @@ class Routes:
     async def content(self, request: Request) -> Response:
         job = self._service.find_job(request.path_params["id"])
         variant = request.query_params.get("variant", "video")
-        if variant not in ("video", "thumbnail", "spritesheet"):
-            raise RefusedError("variant must be video, thumbnail or spritesheet.", param="variant")
+        if variant not in ("video", "thumbnail", "spritesheet", "preview"):
+            allowed = "video, thumbnail, spritesheet or preview"
+            raise RefusedError(f"variant must be {allowed}.", param="variant")
+        if variant == "preview":
+            return await self._make_preview_response(request, job)
         if job.state != "completed":
             why = "has failed" if job.state == "failed" else "is not done yet"
             raise RefusedError(f"The video {why}; see its status.", 404, "not_ready", "video_id")
@@ -163,6 +168,21 @@ class Routes:
         if self._store is None:
             raise make_gone_error("is in a store, which needs --store")
         return self._store
+
+    async def _make_preview_response(self, request: Request, job: ServiceJob) -> Response:
+        """Answers with the newest preview, which is read at once since it may be replaced."""
+        path = self._service.files.preview_path(job)
+        try:
+            content = await asyncio.to_thread(path.read_bytes)
+        except OSError as error:
+            self._service.find_job(job.id)
+            message = "This video has no preview now; ask for previews with preview: true."
+            raise RefusedError(message, 404, "not_ready", "video_id") from error
+        etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+        headers = {"etag": etag, "cache-control": "no-cache"}
+        if _matches_etag(request, etag):
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type="image/jpeg", headers=headers)
 
     async def _load_picture(self, job: ServiceJob, variant: str) -> Path:
         """Returns the path of a JPEG of a video.
@@ -252,6 +272,10 @@ class Routes:
     async def models(self, _: Request) -> Response:
         model = {"object": "model", "owned_by": "wan", "created": 0}
         data = [{"id": name} | model for name in self._service.models]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def loras(self, _: Request) -> Response:
+        data = await asyncio.to_thread(self._service.loras.describe_all)
         return JSONResponse({"object": "list", "data": data})
 
     async def health(self, _: Request) -> Response:

@@ -7,6 +7,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from wan.checkpoint.lora_folder import make_video_lora_record
+
 if TYPE_CHECKING:
     from wan.app.run import Run
 
@@ -24,9 +26,10 @@ class ServiceJob:
         priority: Jobs of higher priority run first.
         attempt: Number of started attempts.
         done, total: Denoising steps.
+        preview_step: Steps done at the newest preview; 0: there is none.
         error: {"code": ..., "message": ...} of a failed job.
-        shape: JSON of latent shape, steps, branches and clips; equal for jobs that take the same
-            time.
+        shape: JSON of latent shape, steps, branches, clips and LoRAs, if any; equal for jobs that
+            take the same time and need no other weights.
         work: Tokens of the network times steps times branches.
         seconds: Duration from start to end.
         guidance: Expert -> guidance scale.
@@ -66,6 +69,7 @@ class ServiceJob:
     key: str | None = None
     passed: int = 0
     bytes: int = 0
+    preview_step: int = 0
     names: dict[str, str] = field(default_factory=dict)
     guidance: dict[str, float] = field(default_factory=dict)
     webhook_url: str | None = None
@@ -102,7 +106,10 @@ class ServiceJob:
         low, high = params.sample_guide_scale
         has_two = params.boundary is not None
         self.guidance = {"high_noise": high, "low_noise": low} if has_two else {"dit": low}
-        self.shape = json.dumps([params.latent_shape, params.sample_steps, branches, clips])
+        shape: list[Any] = [params.latent_shape, params.sample_steps, branches, clips]
+        if run.inputs.loras:
+            shape.append(make_video_lora_record(run.inputs.loras))
+        self.shape = json.dumps(shape)
         self.work = float(prod(params.grid) * params.sample_steps * branches * clips)
 
     @property
@@ -112,7 +119,7 @@ class ServiceJob:
         Videos of several clips may not, since they load their experts for each clip. Neither may a
         second attempt, since the job may have caused the loss of the ranks.
         """
-        *_, clips = json.loads(self.shape)
+        clips = json.loads(self.shape)[3]
         return self.attempt == 0 and int(clips) == 1
 
 

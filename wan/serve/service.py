@@ -24,6 +24,7 @@ from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.job_files import JobFiles
 from wan.serve.journal import MAX_ATTEMPTS, Journal, ServiceJob
 from wan.serve.journal_file import JournalError
+from wan.serve.loras import LoraCatalog
 from wan.serve.repeats import RefusedError, RepeatedRequests, hash_request
 from wan.serve.waiters import Waiters
 from wan.serve.webhook_hosts import NO_HOSTS, WebhookHosts
@@ -67,6 +68,7 @@ class Service:
     Attributes:
         files: The files of the jobs.
         startup_run: The run that the ranks were started with.
+        loras: The LoRAs that requests may name.
         models: Names of the model in the HTTP interface; the first is that of responses.
         stopping: Whether the service is stopping and refuses requests.
         background_tasks: Further coroutine functions that run until the service ends.
@@ -100,7 +102,7 @@ class Service:
         self.models = tuple(dict.fromkeys((*model_names, run.setup.preset.task)))
         self.limits, self._replica_name = limits, replica_name
         jobs, self._on_event = folder / "jobs", on_event
-        self.files = JobFiles(jobs)
+        self.files, self.loras = JobFiles(jobs), LoraCatalog(run)
         self.journal = Journal(folder / "journal.sqlite")
         records.restore_finished_jobs(jobs, self.journal)
         timeout = 60 * run.setup.parallel.dist_timeout
@@ -284,7 +286,9 @@ class Service:
         for job in self._running.values():
             if job.state == "in_progress":
                 attempt = max(job.attempt - 1, 0)
-                self.journal.update_job(job, state="queued", done=0, attempt=attempt)
+                self.journal.update_job(
+                    job, state="queued", done=0, preview_step=0, attempt=attempt
+                )
                 self.files.remove_attempt(job)
 
     def _handle_message(self, message: dict[str, Any]) -> None:
@@ -300,6 +304,8 @@ class Service:
             job.done, job.total = message["done"], message["total"]
         elif message_type == "stage":
             job.stage = message["stage"]
+        elif message_type == "preview":  # of the step in progress
+            job.preview_step = min(job.done + 1, job.total)
         elif message_type == "done":
             self._loading_seconds = message["loading"]
             self._finish_job(job, message["texts"], message["seconds"])
@@ -383,7 +389,8 @@ class Service:
             if code == "out_of_memory":
                 message = f"{message} {self._describe_planned_memory(job)}".strip()
             error = {"code": code, "message": message}
-            self.journal.update_job(job, state="failed", ended=time.time(), error=error)
+            changes = {"state": "failed", "ended": time.time(), "error": error}
+            self.journal.update_job(job, **changes, preview_step=0)
             self._on_event("failed", job, {})
         self._start_next_jobs()
 
@@ -401,7 +408,7 @@ class Service:
                 self._end_without_video(job, message["code"], message["message"])
             else:
                 self.files.remove_attempt(job)
-                self.journal.update_job(job, state="queued", done=0)
+                self.journal.update_job(job, state="queued", done=0, preview_step=0)
 
     def _signal_change(self) -> None:
         self._change_event.set()
