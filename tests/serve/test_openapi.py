@@ -55,7 +55,8 @@ def list_accepted(entry: dict[str, Any]) -> Iterator[Any]:
     elif kind == "array":
         yield from ([value] for value in list_accepted(entry["items"]))
     elif kind == "object":
-        yield {}
+        required = entry.get("required", ())
+        yield {name: next(list_accepted(entry["properties"][name])) for name in required}
     elif kind == "string":
         yield entry.get("examples", ["text"])[0]
     for choice in entry.get("anyOf", ()):

@@ -342,9 +342,11 @@ def test_a_full_disk_while_latents_are_written(tmp_path: Path) -> None:
 def test_stages_inside_stages_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 4.0, 10.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    stages = log.StageTimer()
+    stages, names = log.StageTimer(), list[str]()
+    stages.on_stage = names.append
     with stages("text"), stages("loading"):
         pass
+    assert names == ["text", "loading", "text"]
     assert stages.seconds == {"loading": 3.0, "text": 7.0}
 
 

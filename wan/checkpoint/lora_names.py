@@ -211,6 +211,16 @@ def find_name_refusal(name: str) -> tuple[str, str] | None:
     return None
 
 
+_is_image_layer = re.compile(
+    r"(^|[._])(k_img|v_img|norm_k_img|add_[kv]_proj|norm_added_k|img_emb|image_embedder)[._]"
+).search
+
+
+def is_image_layer(name: str) -> bool:
+    """Whether a tensor changes layers that only networks with CLIP's image input have."""
+    return _is_image_layer(name) is not None
+
+
 def is_low_noise(name: str) -> bool:
     """Whether a name has a prefix of the low-noise expert."""
     return _LOW_NOISE.match(name) is not None

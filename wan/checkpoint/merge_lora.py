@@ -8,7 +8,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from wan.checkpoint.load import open_sources
+from wan.checkpoint.load import DtypeRule, open_sources
 from wan.checkpoint.lora import Lora, collect_deltas
 from wan.checkpoint.lora_deltas import (
     Matrix,
@@ -54,6 +54,34 @@ def open_lora_sources(
         for layer, deltas in deltas_by_layer.items()
         for name, shape in list_factor_shapes(deltas).items()
     }
+
+
+def read_lora_factors(lora: Lora, dtype_of: DtypeRule) -> dict[str, dict[str, Tensor]]:
+    """Returns the factors of a LoRA by layer and name, as in `open_lora_sources`, and its biases.
+
+    Args:
+        lora: All its deltas of weights are separable.
+        dtype_of: Chooses the dtype of a parameter, which its factors get.
+    """
+    factors: dict[str, dict[str, Tensor]] = {}
+    deltas_by_dtype: dict[torch.dtype, dict[str, Sequence[WeightDelta]]] = {}
+    for parameter, deltas in lora.deltas.items():
+        layer, _, suffix = parameter.rpartition(".")
+        dtype = dtype_of(parameter, torch.float32)
+        if suffix == "weight":
+            deltas_by_dtype.setdefault(dtype, {})[layer] = deltas
+            continue
+        read_values = _open_tensors(deltas)
+        matrices = (_read_matrix(read_values, delta.matrices[0], slice(None)) for delta in deltas)
+        values = sum(m * delta.scale for m, delta in zip(matrices, deltas, strict=True))
+        assert isinstance(values, Tensor)
+        factors.setdefault(layer, {})[suffix] = values.reshape(-1).to(dtype)
+        _check_finite(factors[layer][suffix], deltas)
+    for dtype, deltas_by_layer in deltas_by_dtype.items():
+        for name, source in open_lora_sources(deltas_by_layer, dtype).items():
+            layer, _, factor = name.rpartition(".")
+            factors.setdefault(layer, {})[factor] = source.read(slice(None)).contiguous()
+    return factors
 
 
 def _join_pairs(read_values: ReadValues, deltas: Sequence[WeightDelta], name: str) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wan.app.run import PATH_SETTINGS, Run
+from wan.serve.webhook_hosts import read_url
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import FLAG_ALIASES, FLAGS, check_exclusive_settings, read_settings
@@ -62,6 +63,8 @@ API_FIELDS = {
     "video_reference": ApiField("src_video"),
     "video_url": ApiField("src_video"),
     "audio_reference": ApiField("audio"),
+    "lora": ApiField("video_lora", ({}, [])),
+    "loras": ApiField("video_lora", ({}, [])),
     **{alias: ApiField(name) for alias, name in FLAG_ALIASES.items()},
     # what every request of this service does, or what has no meaning here
     "n": ApiField("", (1,), "asks for several videos", "send several requests"),
@@ -93,8 +96,6 @@ API_FIELDS = {
     "generate_sound": ApiField("", _OFF, "is not supported"),
     "sound_duration": ApiField("", (ANY,), "must be a number"),
     # refused
-    "lora": ApiField("", ({},), "is loaded when the service starts"),
-    "loras": ApiField("", ([],), "are loaded when the service starts"),
     "control_type": ApiField("", (), _OTHER_MODELS, "upload src_video"),
     "control_reference": ApiField("", (), _OTHER_MODELS, "upload src_video"),
     "latent_path": ApiField("", (), "is not allowed", f"{_NO_PATHS}; give a seed"),
@@ -117,6 +118,8 @@ FIELD_NAMES = {
     "video_lora": "lora",
 }
 """Setting -> its field in the schema and in answers, where the two differ."""
+LORAS = ("video_lora", *(k for k, name in FIELD_TO_SETTING.items() if name == "video_lora"))
+"""Fields whose value are the LoRAs of a video."""
 BLOCKS = ("extra_body", "extra_json", "extra_params", "video_params")
 """Fields whose values are JSON objects of further fields."""
 FOLDER = "src_root_path"
@@ -131,7 +134,7 @@ UPLOADS = tuple(
 )
 """Settings whose values are uploaded files."""
 JSON_FIELDS = frozenset(
-    (*BLOCKS, *UPLOADS, "lora", *(k for k, name in FIELD_TO_SETTING.items() if name in UPLOADS))
+    (*BLOCKS, *UPLOADS, *LORAS, *(k for k, name in FIELD_TO_SETTING.items() if name in UPLOADS))
 )
 """Fields whose value in a form may be the text of a JSON object or list."""
 LIST_FIELDS = tuple(
@@ -140,7 +143,7 @@ LIST_FIELDS = tuple(
 """Fields that a form may repeat."""
 _GUIDANCE = ("guidance_high", "guidance_low")
 COMPUTED_FIELDS = (
-    *("model", "seconds", "boundary_ratio", "priority", "width", "height"),
+    *("model", "seconds", "boundary_ratio", "priority", "width", "height", "webhook_url"),
     *("aspect_ratio", "short_edge"),
     *("guidance_scale", "guidance_scale_2", *_GUIDANCE),
 )
@@ -158,12 +161,14 @@ class ParsedRequest:
         files: Setting, or SETTING/NAME for several files, -> content of an uploaded file.
         priority: Jobs of higher priority run first.
         names: Setting -> field name of the request.
+        webhook_url: Address that gets the events of the job.
     """
 
     settings: dict[str, Any]
     files: dict[str, bytes] = field(default_factory=dict)
     priority: int = 0
     names: dict[str, str] = field(default_factory=dict)
+    webhook_url: str | None = None
 
     @property
     def naming(self) -> FlagNaming:
@@ -203,6 +208,8 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
             raise InputError(key, why=why, remedy="give one of them")
         if key in COMPUTED_FIELDS:
             api_fields[key] = value
+        elif key in LORAS and value in ({}, []):
+            continue
         elif key in API_FIELDS and not API_FIELDS[key].setting:
             _check_api_field(key, value)
         elif name == PICTURES and isinstance(value, list):
@@ -227,11 +234,15 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         _apply_shape(api_fields, settings, files, run)
         _apply_size(api_fields, settings)
         _normalize_seed(settings)
+        _normalize_loras(settings, run)
         check_exclusive_settings(read_settings(settings))
     except InputError as error:
         error.naming = make_field_naming(names)
         raise
-    return ParsedRequest(settings, files, priority, names)
+    webhook_url = api_fields.get("webhook_url")
+    return ParsedRequest(
+        settings, files, priority, names, None if webhook_url is None else read_url(webhook_url)
+    )
 
 
 def check_prompt(text: Any) -> None:
@@ -447,6 +458,16 @@ def _normalize_seed(settings: dict[str, Any]) -> None:
         settings["base_seed"] = FLAGS["base_seed"].reader("`base_seed`", seed)
         if settings["base_seed"] < 0:
             del settings["base_seed"]
+
+
+def _normalize_loras(settings: dict[str, Any], run: Run) -> None:
+    """Converts the LoRAs to objects with name, scale and expert, in place."""
+    if "video_lora" in settings:
+        chosen = FLAGS["video_lora"].reader("`video_lora`", settings["video_lora"])
+        if run.setup.lora_options.lora_folder is None:
+            why = "needs a service that was started with --lora_folder"
+            raise InputError("`video_lora`", why=why, remedy="leave it out")
+        settings["video_lora"] = [*chosen]
 
 
 def _apply_guidance_fields(

@@ -13,6 +13,7 @@ from wan.serve.addresses import Network, is_in_networks, split_host
 from wan.serve.page_routes import PAGE_FILES
 from wan.serve.repeats import RefusedError
 from wan.serve.responses import make_error_response
+from wan.serve.store import StoreError
 from wan.utils.log import logger
 
 _WITHOUT_KEY = ("/", "/health", "/liveness", *(f"/{name}" for name in PAGE_FILES))
@@ -78,10 +79,10 @@ class Guard:
 
         try:
             await self._app(scope, limited_receive, tracked_send)
-        except FileNotFoundError:
+        except (FileNotFoundError, StoreError) as error:
             if not has_started:
                 raise
-            logger.info("A file was deleted before it was sent.")  # uvicorn closes the connection
+            logger.info("A file was not sent as a whole (%s).", error)  # uvicorn disconnects
 
     def _check_request(self, request: Request) -> RefusedError | None:
         host = request.headers.get("host", "")

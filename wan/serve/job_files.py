@@ -39,6 +39,14 @@ class JobFiles:
         """Returns the path of a job's video."""
         return self.job_folder(job) / "video.mp4"
 
+    def list_jobs_with_video(self) -> list[str]:
+        """Returns the ids of the jobs that have a video on the local disk."""
+        return [path.parent.name for path in self._jobs.glob("*/video.mp4")]
+
+    def preview_path(self, job: ServiceJob) -> Path:
+        """Returns the path of a job's newest preview."""
+        return self.job_folder(job) / "video.preview.jpg"
+
     def read_record(self, job: ServiceJob) -> dict[str, Any]:
         """Reads the record of a finished video; returns {} if it is missing or damaged."""
         try:

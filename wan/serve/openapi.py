@@ -16,6 +16,7 @@ _KEY = {
     "description": "A repeated request with this key gets the video of the first one.",
 }
 _URLS = ("image_url", "video_url", "audio_url", "url")
+_VARIANTS = {"enum": ["video", "thumbnail", "spritesheet", "preview"]}
 _NUMBER, _TEXT = {"type": "number"}, {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
 _ERROR_CODES = {
@@ -82,7 +83,13 @@ def _list_paths(request: RequestSchema) -> dict[str, Schema]:
                 "getContent", "Download a video or a picture of it", _file("video/mp4"),
                 ("400", "404", "410", "416"),
             )
-            | {"parameters": [_query("variant", {"enum": ["video", "thumbnail", "spritesheet"]})]},
+            | {"parameters": [_query("variant", _VARIANTS)]},
+        },
+        "/v1/videos/{id}/events": {
+            "parameters": [_ID],
+            "get": _operation(
+                "streamEvents", "Stream the progress", _file("text/event-stream"), ("404", "503")
+            ),
         },
         "/v1/videos/{id}/inputs/{field}": {
             "parameters": [_ID, _ID | {"name": "field"}],
@@ -127,7 +134,8 @@ def _list_state_paths() -> dict[str, Schema]:
     health = _operation("getHealth", "State of the service", _answer("Ready.", "Health"), ())
     health["responses"]["503"] = _answer("Not ready.", "Health")["200"]
     models = _operation("listModels", "Names of the loaded model", _answer("Names.", "Models"), ())
-    return {"/v1/models": {"get": models}, "/health": {"get": health}}
+    loras = _operation("listLoras", "LoRAs that requests may name", _answer("LoRAs.", "Loras"), ())
+    return {"/v1/models": {"get": models}, "/v1/loras": {"get": loras}, "/health": {"get": health}}
 
 
 def _operation(
@@ -229,6 +237,12 @@ def _list_components(request: RequestSchema) -> dict[str, Schema]:
         ),
         "Models": _make_object(
             {"object": {"const": "list"}, "data": {"type": "array", "items": model}}
+        ),
+        "Loras": _make_object(
+            {
+                "object": {"const": "list"},
+                "data": {"type": "array", "items": _make_object({"name": _TEXT})},
+            }
         ),
         "Health": _make_object(
             {

@@ -219,6 +219,12 @@ def _list_computed_fields(run: Run, models: Sequence[str]) -> dict[str, Schema]:
         "model": {"enum": [*models], "default": models[0], "description": "name of the model"},
         "priority": dict(integer(-100, 100).schema)
         | {"default": 0, "description": "videos of higher priority run first"},
+        "webhook_url": {
+            "type": "string",
+            "pattern": "^https?://",
+            "examples": ["https://hooks.example/video"],
+            "description": "address that is told the end of the video, if --webhook_hosts has it",
+        },
     }
     if run.params.boundary is None:
         text = "guidance scale; 1: no guidance"

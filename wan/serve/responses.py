@@ -31,6 +31,7 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
         "model": job.model,
         "status": job.state,
         "progress": progress,
+        "stage": job.stage or None if job.state == "in_progress" else None,
         "created_at": int(job.created),
         "completed_at": int(job.ended) if job.state == "completed" and job.ended else None,
         "expires_at": None,
@@ -46,7 +47,9 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
         "fps": job.fps,
         "seed": _read_seed(job),
         "guidance": job.guidance or None,
+        "lora": job.settings.get("video_lora"),
         "steps": [job.done, job.total],
+        "preview_step": job.preview_step,
         "attempt": job.attempt,
         "request": make_request_fields(job),
         "inputs": {

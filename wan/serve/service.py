@@ -7,7 +7,7 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,8 +24,10 @@ from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.job_files import JobFiles
 from wan.serve.journal import MAX_ATTEMPTS, Journal, ServiceJob
 from wan.serve.journal_file import JournalError
+from wan.serve.loras import LoraCatalog
 from wan.serve.repeats import RefusedError, RepeatedRequests, hash_request
 from wan.serve.waiters import Waiters
+from wan.serve.webhook_hosts import NO_HOSTS, WebhookHosts
 from wan.settings.errors import InputError, is_disk_full, name_settings
 from wan.settings.flags import read_settings
 from wan.utils.log import logger
@@ -46,6 +48,7 @@ class Limits:
         batch_size: Jobs in a batch, which is grouped by expert.
         keep_days: Days after which an ended job and its files are deleted; None: never.
         quota: Bytes of all jobs' files; the oldest ended jobs are deleted first. None: no limit.
+        webhook_hosts: Hosts to which events may be sent.
     """
 
     queue: int = 100
@@ -56,6 +59,7 @@ class Limits:
     batch_size: int = 8
     keep_days: float | None = None
     quota: int | None = None
+    webhook_hosts: WebhookHosts = NO_HOSTS
 
 
 class Service:
@@ -64,8 +68,10 @@ class Service:
     Attributes:
         files: The files of the jobs.
         startup_run: The run that the ranks were started with.
+        loras: The LoRAs that requests may name.
         models: Names of the model in the HTTP interface; the first is that of responses.
         stopping: Whether the service is stopping and refuses requests.
+        background_tasks: Further coroutine functions that run until the service ends.
     """
 
     def __init__(
@@ -92,10 +98,11 @@ class Service:
             on_event: Called with each event, its job and its record, for metrics.
         """
         self.startup_run, self.stopping = run, False
+        self.background_tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self.models = tuple(dict.fromkeys((*model_names, run.setup.preset.task)))
         self.limits, self._replica_name = limits, replica_name
         jobs, self._on_event = folder / "jobs", on_event
-        self.files = JobFiles(jobs)
+        self.files, self.loras = JobFiles(jobs), LoraCatalog(run)
         self.journal = Journal(folder / "journal.sqlite")
         records.restore_finished_jobs(jobs, self.journal)
         timeout = 60 * run.setup.parallel.dist_timeout
@@ -151,6 +158,8 @@ class Service:
         Raises:
             RefusedError: The request is refused.
         """
+        if parsed_request.webhook_url is not None:
+            self.limits.webhook_hosts.check_url(parsed_request.webhook_url)
         earlier = self._repeats.find_duplicate(digest, key, is_retry)
         if earlier is not None:
             return earlier, True
@@ -286,6 +295,8 @@ class Service:
                 tasks.create_task(self.rank_group.run())
                 tasks.create_task(self._delete_old_jobs())
                 tasks.create_task(self.journal.run_writer())
+                for run in self.background_tasks:
+                    tasks.create_task(run())
         finally:
             self.journal.close()
 
@@ -296,7 +307,9 @@ class Service:
         for job in self._running.values():
             if job.state == "in_progress":
                 attempt = max(job.attempt - 1, 0)
-                self.journal.update_job(job, state="queued", done=0, attempt=attempt)
+                self.journal.update_job(
+                    job, state="queued", done=0, preview_step=0, attempt=attempt
+                )
                 self.files.remove_attempt(job)
 
     def _handle_message(self, message: dict[str, Any]) -> None:
@@ -310,6 +323,10 @@ class Service:
             return
         elif message_type == "step":
             job.done, job.total = message["done"], message["total"]
+        elif message_type == "stage":
+            job.stage = message["stage"]
+        elif message_type == "preview":  # of the step in progress
+            job.preview_step = min(job.done + 1, job.total)
         elif message_type == "done":
             self._loading_seconds = message["loading"]
             self._finish_job(job, message["texts"], message["seconds"])
@@ -337,7 +354,7 @@ class Service:
         self._last_shape, now, commands = first.shape, time.time(), []
         for job in chosen:
             changes = {"state": "in_progress", "started": now, "attempt": job.attempt + 1}
-            self.journal.update_job(job, **changes, done=0)
+            self.journal.update_job(job, **changes, done=0, stage="")
             self._running[job.id] = job
             files = self.files.list_uploads(job)
             file = str(self.files.video_path(job).absolute())
@@ -393,7 +410,8 @@ class Service:
             if code == "out_of_memory":
                 message = f"{message} {self._describe_planned_memory(job)}".strip()
             error = {"code": code, "message": message}
-            self.journal.update_job(job, state="failed", ended=time.time(), error=error)
+            changes = {"state": "failed", "ended": time.time(), "error": error}
+            self.journal.update_job(job, **changes, preview_step=0)
             self._on_event("failed", job, {})
         self._start_next_jobs()
 
@@ -411,7 +429,7 @@ class Service:
                 self._end_without_video(job, message["code"], message["message"])
             else:
                 self.files.remove_attempt(job)
-                self.journal.update_job(job, state="queued", done=0)
+                self.journal.update_job(job, state="queued", done=0, preview_step=0)
 
     def _signal_change(self) -> None:
         self._change_event.set()
@@ -447,6 +465,7 @@ class Service:
             digest=digest,
             key=key,
             names=parsed_request.names,
+            webhook_url=parsed_request.webhook_url,
         )
         try:
             await asyncio.to_thread(self.files.write_uploads, job, parsed_request.files)

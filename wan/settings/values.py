@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -104,6 +105,88 @@ def read_lora_files(name: str, raw: Any) -> tuple[str, ...]:
         remedy = "give FILE or FILE=STRENGTH, or leave it out"
         raise InputError(name, why="is empty", remedy=remedy)
     return tuple(str(read_path(name, part).absolute()) for part in parts)
+
+
+_LORA_KEYS = {
+    "name": "name",
+    **dict.fromkeys(("lora_name", "adapter"), "name"),
+    "scale": "scale",
+    "lora_scale": "scale",
+    "expert": "expert",
+    **dict.fromkeys(("int_id", "lora_int_id"), "id"),
+    **dict.fromkeys(("path", "lora_path", "local_path"), "path"),
+}
+"""Key of a chosen LoRA, also in vllm-omni's requests -> its meaning."""
+_LORA_EXPERTS = ("both", "high_noise", "low_noise")
+MAX_VIDEO_LORAS = 8
+"""Maximum of LoRAs of one video."""
+
+
+_LORA_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "scale": {"type": "number"},
+        "expert": {"enum": [*_LORA_EXPERTS]},
+    },
+    "required": ["name"],
+}
+
+
+@partial(
+    Reader,
+    metavar="NAME[=SCALE]",
+    schema={"type": "array", "items": _LORA_SCHEMA, "maxItems": MAX_VIDEO_LORAS},
+)
+def read_video_loras(name: str, raw: Any) -> tuple[dict[str, Any], ...]:
+    """Reads the LoRAs chosen for a video: texts `NAME[=SCALE]`, or objects with name and scale.
+
+    Returns:
+        Objects with "name", "scale" and, if given, "expert".
+    """
+    parts = raw if isinstance(raw, list | tuple) else [raw]
+    loras = []
+    for part in parts:
+        if isinstance(part, str) and part.lstrip().startswith(("{", "[")):
+            try:
+                part = json.loads(part)
+            except (ValueError, RecursionError):
+                raise InputError(name, format_value(part), "is no JSON") from None
+        loras += part if isinstance(part, list) else [part]
+    if len(loras) > MAX_VIDEO_LORAS:
+        why = f"has {len(loras)} LoRAs, and at most {MAX_VIDEO_LORAS} are allowed"
+        raise InputError(name, why=why, remedy="leave some out")
+    return tuple(_read_video_lora(name, lora) for lora in loras)
+
+
+def _read_video_lora(name: str, raw: Any) -> dict[str, Any]:
+    if isinstance(raw, str):
+        file, equals, scale = raw.rpartition("=")
+        raw = {"name": file, "scale": scale} if equals else {"name": raw}
+    if not isinstance(raw, dict):
+        remedy = 'give {"name": ..., "scale": 1.0}'
+        raise InputError(name, format_value(raw), "must be an object with a name", remedy)
+    lora: dict[str, Any] = {}
+    for key, value in raw.items():
+        meaning = _LORA_KEYS.get(key) if isinstance(key, str) else None
+        if meaning is None:
+            remedy = "give name, scale and expert"
+            raise InputError(name, why=f"has the unknown key {format_value(key)}", remedy=remedy)
+        if meaning == "path":
+            why = f"has {key}, and a file cannot be named by its path"
+            raise InputError(name, why=why, remedy="give the name of a LoRA of `lora_folder`")
+        if meaning in lora:
+            raise InputError(name, why=f"has two keys for {meaning}", remedy="give one of them")
+        if value is not None:
+            lora[meaning] = value
+    lora.pop("id", None)  # a number that vllm-omni caches it under
+    if "name" not in lora:
+        raise InputError(name, why="has no name", remedy="give the name of a LoRA of `lora_folder`")
+    read_text_value(name, lora["name"])
+    lora["scale"] = real(-1e6, 1e6)(name, lora.get("scale", 1.0))
+    if "expert" in lora:
+        lora["expert"] = choice(*_LORA_EXPERTS)(name, lora["expert"])
+    return lora
 
 
 @partial(Reader, metavar="FILE[,FILE]")
@@ -320,6 +403,23 @@ def read_clip_frames(name: str, raw: Any) -> int:
         lower = max(4, value // 4 * 4)
         raise InputError(name, value, "must be a multiple of 4", f"use {lower} or {lower + 4}")
     return value
+
+
+@partial(
+    Reader,
+    metavar="N",
+    schema={"type": ["integer", "boolean"], "minimum": 0, "maximum": TRAIN_TIMESTEPS},
+)
+def read_preview(name: str, raw: Any) -> int:
+    """Reads the steps between two previews: a number, true (1) or false (0)."""
+    word = format_value(raw, str).lower()
+    if word in ("true", "false"):
+        return int(word == "true")
+    try:
+        return int(integer(0, TRAIN_TIMESTEPS)(name, raw))
+    except InputError:
+        why = f"must be true, false or a number of steps up to {TRAIN_TIMESTEPS}"
+        raise InputError(name, format_value(raw), why) from None
 
 
 @partial(Reader, metavar="W*H", schema={"type": "string", "pattern": r"^\d+[*xX]\d+$"})

@@ -204,6 +204,15 @@ class VideoSettings(Sampling):
         keyword="context_scale",
         tasks=TASKS_OF_KIND["vace"],
     )
+    preview: int = option(
+        0,
+        values.read_preview,
+        "steps between two pictures of the predicted video, NAME.preview.jpg, until it is complete "
+        "(default 0: none)",
+        record=False,
+        python=None,
+        line=True,
+    )
     boundary: float | None
     fps: float
     num_reference_images: int = 0

@@ -175,6 +175,9 @@ class SpeechToVideo(Task):
         """A clip is decoded together with the encoded end of the previous clip."""
         return self.count_encoded_latents(params) + params.latent_shape[1]
 
+    def starts_with_known_frame(self, params: VideoParams, clip: int) -> bool:
+        return True
+
     def estimate_host_bytes(self, params: VideoParams) -> dict[str, int]:
         width, height = params.video_size
         return {"frames of the clip before": 3 * MOTION_FRAMES * height * width * 4}
