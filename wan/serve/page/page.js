@@ -8,7 +8,7 @@ const find = (id) => document.getElementById(id);
 const form = find("form"), generate = find("generate"), state = find("state"), key = find("key");
 const comparison = find("comparison"), remixer = find("remix");
 const MAX_VIDEOS = 20;
-let busy = false, built = false, picked = [], rounds = 0;
+let timer = null, busy = false, built = false, picked = [], rounds = 0;
 
 // Start and polling.
 
@@ -22,6 +22,7 @@ async function start() {
 
 async function poll() {
   let open = 0;
+  timer = null;
   try {
     const health = await (await fetch("/health")).json().catch(() => ({ status: "unreachable" }));
     if (!built) await start();
@@ -36,7 +37,14 @@ async function poll() {
     }
     setState(error.status === undefined ? "The service does not answer." : error.message, true);
   }
-  setTimeout(poll, document.hidden ? 10000 : open || !built ? 1500 : 4000);
+  timer = setTimeout(poll, document.hidden ? 10000 : open || !built ? 1500 : 4000);
+}
+
+/** Polls soon, unless a poll is in progress. */
+function pollSoon() {
+  if (timer === null) return;
+  clearTimeout(timer);
+  timer = setTimeout(poll, 500);
 }
 
 function describe(health) {
@@ -66,6 +74,7 @@ form.addEventListener("submit", async (event) => {
       show(await create("/v1/videos", makeBody({ ...fields, ...shiftSeed(fields.seed, index) }, files)));
     }
     find("news").textContent = "Queued.";
+    pollSoon();
     if (innerWidth < 1024) find("videos").scrollIntoView({ block: "nearest" });
   } catch (error) {
     showError(error);
