@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lycoris.modules.glora import GLoRAModule
 from lycoris.modules.locon import LoConModule
 from lycoris.modules.loha import LohaModule
 from lycoris.modules.lokr import LokrModule
@@ -71,9 +72,9 @@ def merge_with_lycoris(module_class: Any, layer: Any, seed: int, **options: Any)
             merged = (module(eye) - layer.bias).T
         else:
             change = (
-                module.make_weight() * module.scale
-                if module_class is LoConModule
-                else module.get_weight(module.shape)
+                module.get_weight(module.shape)
+                if module_class in (LohaModule, LokrModule)
+                else module.make_weight() * (module.scale if module_class is LoConModule else 1)
             )
             merged = layer.weight + change
             if options.get("weight_decompose"):
@@ -97,6 +98,7 @@ LYCORIS: dict[str, tuple[Any, dict[str, Any]]] = {
     "LoKr, factorised": (LokrModule, {"factor": 8, "decompose_both": True}),
     "LoKr with a core": (LokrModule, {"factor": 4, "use_tucker": True}),
     "LoKr, unbalanced": (LokrModule, {"factor": 4, "unbalanced_factorization": True}),
+    "GLoRA": (GLoRAModule, {}),
     "LoKr, DoRA of columns": (LokrModule, {"weight_decompose": True, "wd_on_out": False}),
 }
 
@@ -176,11 +178,13 @@ def test_beside_a_kept_weight(
             delta = -0.5 * (merged - weights[name].double())
             changes[name] = changes.get(name, 0) + delta
     deltas = lora.collect_deltas(adapters)
+    base_sources = open_sources(inspect_checkpoint(tiny("t2v-1.3B")).experts["dit"].tensors)
     generator = torch.Generator().manual_seed(0)
     for layer in LINEARS:
         weight = weights[f"{layer}.weight"]
         shapes = list_factor_shapes(deltas[f"{layer}.weight"])
-        sources = open_lora_sources({layer: deltas[f"{layer}.weight"]}, torch.float32)
+        layer_deltas = {layer: deltas[f"{layer}.weight"]}
+        sources = open_lora_sources(layer_deltas, torch.float32, base_sources)
         factors = {n: sources[f"{layer}.{n}"].read(slice(None)) for n in shapes}
         assert {name: tuple(x.shape) for name, x in factors.items()} == shapes
         linear = WeightOnlyLinear(
