@@ -38,6 +38,7 @@ from wan.checkpoint.merge_lora import merge_loras
 from wan.settings.errors import InputError
 from wan.testing.random_checkpoint import make_checkpoint
 
+RECORD = Path(__file__).parents[1] / "docs" / "results" / "adapter_kinds.json"
 TOLERANCE = 1e-6  # of the largest change
 PEFT_FILE = "adapter_model.safetensors"
 TARGETS = ["to_q", "to_v", "ffn.net.2"]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,16 +34,19 @@ from tests.gguf_files import make_gguf_folders
 from tests.pipelines import resolve_plan
 from tests.unit.test_marks import quantise_state
 from tools.quantize_dit import quantize_checkpoint
-from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.layout import WAV2VEC2_FOLDER, inspect_checkpoint
 from wan.checkpoint.load import ModelSpec, open_sources
 from wan.checkpoint.lora import resolve_loras
 from wan.checkpoint.merge_lora import merge_loras
 from wan.checkpoint.w8a8_export import read_quantized_dit
+from wan.media.audio import Audio
+from wan.modules.audio_encoder import check_audio_encoder, extract_audio_features
+from wan.modules.clip import add_clip_position_ids, make_clip_spec
 from wan.modules.t5 import choose_text_encoder_dtypes, load_tokenizer, read_text_encoder_spec
 from wan.modules.vae.video_vae import read_vae_spec
 from wan.settings.errors import InputError
 from wan.tasks.base import build_dit
-from wan.testing.random_checkpoint import make_checkpoint
+from wan.testing.random_checkpoint import AUDIO_DIM, make_checkpoint
 
 TASK = "t2v-1.3B"
 SIZES = {"num_layers": 1, "dim": 64, "ffn_dim": 96, "num_heads": 2}
@@ -231,6 +235,34 @@ def make_fp8_folder(source: Path, folder: Path) -> Path:
     return folder
 
 
+def make_encoder_targets(root: Path) -> dict[str, Target]:
+    """Writes the files that only other tasks have."""
+    s2v, i2v, vace = (
+        make_checkpoint(task, root / task, sizes=SIZES)
+        for task in ("s2v-14B", "i2v-14B", "vace-1.3B")
+    )
+    audio, clip = s2v / WAV2VEC2_FOLDER, next(i2v.glob("models_clip*"))
+    features = partial(extract_audio_features, audio, Audio(audio, np.ones(4000, np.float32)))
+    check = partial(check_audio_encoder, audio, AUDIO_DIM)
+    clip_file = root / "clip.safetensors"
+    save_file(torch.load(clip, weights_only=True), clip_file)
+
+    def load_clip(file: Path) -> None:
+        make_clip_spec(file).load(
+            device=CPU, dtype_of=lambda *_: torch.float32, transform=add_clip_position_ids
+        )
+
+    return {
+        "audio encoder's config.json": Target(audio / "config.json", damage_json, check),
+        "audio encoder": Target(audio / "model.safetensors", damage_header, features),
+        "CLIP": Target(clip_file, damage_header, partial(load_clip, clip_file)),
+        "CLIP, pickled": Target(clip, damage_numbers, partial(load_clip, clip)),
+        "VACE's config.json": Target(vace / "config.json", damage_json, partial(load_dits, vace)),
+        "VACE": Target(vace / WEIGHTS, damage_header, partial(load_dits, vace)),
+        "S2V's config.json": Target(s2v / "config.json", damage_json, partial(load_dits, s2v)),
+    }
+
+
 def make_targets(root: Path) -> dict[str, Target]:
     """Writes small files of all kinds; returns them by kind."""
     plain = make_checkpoint(TASK, root / TASK, sizes=SIZES)
@@ -302,6 +334,7 @@ def make_targets(root: Path) -> dict[str, Target]:
             partial(load_export, description.parent, plain),
         ),
     }
+    targets |= make_encoder_targets(root)
     for target in targets.values():
         target.load()
     return targets

@@ -17,6 +17,7 @@ from lycoris.modules.lokr import LokrModule
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from benchmarks import adapter_kinds
 from tests.pipelines import build_quick_pipeline, generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_lora import Q
@@ -261,6 +262,19 @@ def test_peft(kind: str, weights: dict[str, Tensor], tiny: Any, tmp_path: Path) 
     check_merged(sources, {name: expected[name] for name in sources}, weights)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_all_kinds_of_both_libraries() -> None:
+    """Equal to the library's weights, or refused; as in the documents' table."""
+    recorded = json.loads(adapter_kinds.RECORD.read_text())["results"]
+    rows = adapter_kinds.list_rows()
+    assert [row.kind for row in rows] == [row["kind"] for row in recorded]
+    for row, expected in zip(rows, recorded, strict=True):
+        assert (row.error is None) == (expected["error"] is None), row
+        assert row.error is None or row.error <= TOLERANCE, row
+        assert row.text == expected["text"] or "scikit-learn" in row.text, row
+
+
 @pytest.fixture(scope="module")
 def fp8(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The tiny checkpoint with scaled FP8 weights."""
@@ -274,10 +288,10 @@ def fp8(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_runs_with_kept_weights(
     fp8: Path, weights: dict[str, Tensor], tmp_path: Path, one_thread: None
 ) -> None:
-    """The latents of merged LoKr and LoHa weights; DoRA is refused before anything is loaded."""
+    """The latents of merged weights; DoRA is refused before anything is loaded."""
     path, arguments = tmp_path / "x.safetensors", ["--sample_steps", "1", "--precision", "fp32"]
     plain = generate_quick_latents(fp8, *arguments)
-    for kind, offload in product(("LoKr", "LoHa"), ("false", "block")):
+    for kind, offload in (*product(("LoKr", "LoHa"), ("false", "block")), ("GLoRA", "block")):
         save_lycoris(kind, weights, path, LINEARS)
         flags = [*arguments, "--lora", f"{path}=0.2", "--offload_model", offload]
         merged = generate_quick_latents(fp8, *flags, "--fp8_weights", "upcast")
