@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,23 +103,33 @@ def reference() -> Path:
     return Path(folder)
 
 
+@contextmanager
+def lock_file(path: Path) -> Iterator[None]:
+    """Waits until no other process holds the lock of a file."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of a run share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def tiny(shared_folder: Path) -> Tiny:
     """tiny(task, layout="official"): a complete random checkpoint folder. Do not write into it.
 
     Each is made once: all workers of a run share one folder.
     """
     from wan.testing.random_checkpoint import make_checkpoint
 
-    base = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent
-
     def make(task: str, layout: str = "official") -> Path:
-        folder = base / "checkpoints" / f"{task}-{layout}"
+        folder = shared_folder / "checkpoints" / f"{task}-{layout}"
         folder.parent.mkdir(exist_ok=True)
-        with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with lock_file(folder.with_suffix(".lock")):
             return folder if folder.exists() else make_checkpoint(task, folder, layout=layout)
 
     return make

@@ -8,6 +8,7 @@ limit. On any error the output of every rank is shown and the ranks are killed.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import itertools
 import multiprocessing as mp
@@ -23,7 +24,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 REPO = Path(__file__).parents[1]
 GENERATE = str(REPO / "generate.py")
@@ -32,6 +33,7 @@ TORCHRUN = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_PATHS)}
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
 _POOLS: dict[int, Pool] = {}
+_PORT_LOCKS: list[IO[str]] = []
 
 
 def run_on_ranks(
@@ -202,9 +204,24 @@ def make_rank_envs(world: int, **more: str) -> list[dict[str, str]]:
 
 
 def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """Returns a port that no other test uses while this process lives.
+
+    It is below those that the system gives to connections, and its lock file is kept open.
+    """
+    folder = Path(tempfile.gettempdir()) / "wan-ports"
+    folder.mkdir(exist_ok=True)
+    for port in range(20_000, 32_000):
+        lock = (folder / str(port)).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            lock.close()
+            continue
+        _PORT_LOCKS.append(lock)
+        return str(port)
+    raise OSError("all ports of the tests are used")
 
 
 def _run_rank(pipe: Any, environ: dict[str, str], work: Callable[..., int], args: Any) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import imageio
 import numpy as np
 import pytest
+from torch import Tensor
 
-from tests.conftest import Tiny
+from tests.conftest import Tiny, lock_file
 from tests.tasks.tasks import QUICK, TASKS, Inputs, Task
 from wan.cli import main as generate
+from wan.pipeline.pipeline import Pipeline
 
 
 def read_frames(path: Path) -> np.ndarray:
@@ -44,6 +48,11 @@ class TaskRun:
         return [*self.start, *self.task.prompt]
 
     @property
+    def num_encoded_latents(self) -> int:
+        """The most latent frames that the run of the video encoded at once."""
+        return int((self.video.parents[1] / "encoded").read_text())
+
+    @property
     def frames(self) -> np.ndarray:
         return read_frames(self.video)
 
@@ -53,20 +62,39 @@ class TaskRun:
         return read_frames(out)
 
 
+@contextmanager
+def record_encoded_latents(path: Path) -> Iterator[None]:
+    """Writes the most latent frames that a pipeline encodes at once."""
+    counts, encode_video = [0], Pipeline.encode_video
+
+    def encode_and_count(pipeline: Pipeline, video_3FHW: Tensor) -> Tensor:
+        latents = encode_video(pipeline, video_3FHW)
+        counts.append(latents.shape[1])
+        return latents
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pipeline, "encode_video", encode_and_count)
+        yield
+    path.write_text(str(max(counts)))
+
+
 @pytest.fixture(scope="session")
-def asked(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TaskRun]:
-    """asked(task): returns the run of a task, whose video is made on the first call."""
-    task_runs: dict[str, TaskRun] = {}
+def asked(tiny: Tiny, shared_folder: Path) -> Callable[[str], TaskRun]:
+    """asked(task): returns the run of a task, whose video is made once for all workers."""
 
     def ask(name: str) -> TaskRun:
-        if name not in task_runs:
-            task, folder = TASKS[name], tmp_path_factory.mktemp("task")
-            inputs = task.inputs(folder)
-            video = folder / "out" / "plain.mp4"
-            task_run = TaskRun(task, tiny(task.checkpoint), inputs, video)
-            latents = ["--save_latents"] if task.latents else []
-            assert run_generate(*task_run.argv, *latents, "--save_file", video) == 0
-            task_runs[name] = task_run
-        return task_runs[name]
+        task, folder = TASKS[name], shared_folder / "tasks" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        video, inputs = folder / "out" / "plain.mp4", folder / "inputs.json"
+        with lock_file(folder.with_suffix(".lock")):
+            if not inputs.exists():
+                paths = task.inputs(folder)
+                task_run = TaskRun(task, tiny(task.checkpoint), paths, video)
+                latents = ["--save_latents"] if task.latents else []
+                with record_encoded_latents(folder / "encoded"):
+                    assert run_generate(*task_run.argv, *latents, "--save_file", video) == 0
+                inputs.write_text(json.dumps({flag: str(path) for flag, path in paths.items()}))
+        files = {flag: Path(path) for flag, path in json.loads(inputs.read_text()).items()}
+        return TaskRun(task, tiny(task.checkpoint), files, video)
 
     return ask

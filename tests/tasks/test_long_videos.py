@@ -7,13 +7,14 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.conftest import Tiny, slow
 from tests.dist import Ranks, torchrun
@@ -161,6 +162,23 @@ def test_changed_clips_are_made_again(
     assert run_generate(*asked, "--save_file", out) == 0
     assert out.read_bytes() == whole.read_bytes()
     assert not out.with_suffix(".clips").exists()
+
+
+def test_of_large_states_the_last_one_is_kept(
+    start: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """The last clip can be continued. Without it, nothing is left from which to continue."""
+    out, states = tmp_path / "v.mp4", tmp_path / "v.clips"
+    argv = [*start, "--save_latents", "--save_file", out, "--clip_prompts"]
+    monkeypatch.setattr("wan.app.clip_store._MAX_KEPT_STATE", 0)
+    assert run_generate(*argv, *PROMPTS[:2]) == 0
+    assert run_generate(*argv, *PROMPTS) == 0
+    assert "2 of 3 clips are in" in capfd.readouterr().out
+    assert [len(load_file(states / f"000{n}.safetensors")) for n in (1, 2, 3)] == [0, 0, 1]
+    (states / "0003.mp4").unlink()
+    assert run_generate(*argv, *PROMPTS) == 0
+    assert "clips 1 to 2 are generated again" in capfd.readouterr().out
+    assert (read_frames(out) == read_frames(whole)).all()
 
 
 @pytest.mark.parametrize("name", ["0002.safetensors", "0001.mp4", "only notes", "a file", "a link"])

@@ -98,6 +98,7 @@ def fail_after(num_forwards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WanModel_S2V, "forward", fail)
 
 
+@pytest.mark.slow  # test_promises.py has a killed run
 def test_clips_before_a_failure_are_kept(
     one: TaskRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ def test_clips_before_a_failure_are_kept(
     assert "Audio: aac" in read_stream_info(tmp_path / "v.mp4")
 
 
+@pytest.mark.slow  # test_long_videos.py has a quick one
 def test_of_large_states_the_last_one_is_kept(
     one: TaskRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
