@@ -57,7 +57,7 @@ def read_filter(status: str, search: str) -> JobFilter:
     states = tuple(status.split(",")) if status else ()
     if not {*states} <= {*_STATES}:
         why = f"must be some of {','.join(_STATES)}"
-        raise InputError("`status`", format_value(status), why)
+        raise InputError("status", format_value(status), why)
     return JobFilter(states, tuple(search.lower().split()))
 
 
