@@ -12,7 +12,7 @@ from wan.serve import fields
 from wan.settings.flags import FLAGS
 
 NAMES = sorted(
-    {*FLAGS, *fields._COMPUTED_FIELDS, *fields.UPLOADS, fields.FOLDER}
+    {*FLAGS, *fields.COMPUTED_FIELDS, *fields.UPLOADS, fields.FOLDER}
     | {name for name, row in fields.API_FIELDS.items() if fields.ANY not in row.accepted}
 )
 NEVER = {  # JSON values that no field accepts

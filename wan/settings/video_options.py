@@ -261,6 +261,7 @@ class ImageOptions:
         keyword="img",
         diffusers=True,
         common=True,
+        media="image/*",
         tasks=(*TASKS_OF_KIND["i2v"], *TASKS_OF_KIND["ti2v"], *TASKS_OF_KIND["s2v"]),
     )
     last_image: Path | None = option(
@@ -268,6 +269,7 @@ class ImageOptions:
         values.read_path,
         "image to end with (flf2v: needed, i2v-A14B: optional; default none)",
         diffusers=True,
+        media="image/*",
         tasks=("i2v-A14B", "flf2v-14B"),
     )
 
@@ -281,12 +283,14 @@ class SpeechOptions:
         values.read_path,
         "audio file, or video file with an audio track (s2v: needed; default none)",
         keyword="audio_path",
+        media="audio/*,video/*",
         tasks=TASKS_OF_KIND["s2v"],
     )
     pose_video: Path | None = option(
         None,
         values.read_path,
         "video whose poses the character follows (s2v; default none)",
+        media="video/*",
         tasks=TASKS_OF_KIND["s2v"],
     )
     audio_sync: bool = command_option(
@@ -320,6 +324,7 @@ class VaceOptions:
         values.read_path,
         "video to edit; t2v, ti2v: or latents of --save_latents; vace: or control video, this or "
         "--src_ref_images is needed (default none)",
+        media="video/*",
         tasks=(*_VIDEO_TO_VIDEO, *TASKS_OF_KIND["vace"]),
     )
     src_mask: Path | None = option(
@@ -327,12 +332,14 @@ class VaceOptions:
         values.read_path,
         "mask video: white is generated, black is kept (vace; default: all white)",
         needs="src_video",
+        media="video/*",
         tasks=TASKS_OF_KIND["vace"],
     )
     src_ref_images: tuple[str, ...] = option(
         (),
         values.read_image_files,
         "reference images, separated by commas or the flag repeated (vace; default none)",
+        media="image/*",
         tasks=TASKS_OF_KIND["vace"],
     )
 
