@@ -22,7 +22,7 @@ from wan.settings.presets import PRESETS
 from wan.tasks import speech2video
 from wan.tasks.animate import AnimateInputs, letterbox_image, make_ping_pong_indices
 from wan.tasks.animate import count_overlapping_clips as count_clips
-from wan.tasks.base import make_video_params
+from wan.tasks.base import Inputs, make_video_params
 from wan.tasks.speech2video import PoseVideo
 from wan.utils.log import StageTimer
 
@@ -228,6 +228,20 @@ def test_clips_of_a_character(replaces: bool, overlap: int) -> None:
         last = 23 - start - overlap if index + 1 == count else 13
         assert clip.frames is not None and torch.equal(clip.frames, frames[:, :last])
     assert sum(clip.frames.shape[1] for clip in all_clips) == 23
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_all_ranks_decode_again_what_the_main_rank_could_not(failed: bool) -> None:
+    """A rank that decodes nothing in the background hears of the failure, and takes part."""
+    values = {**SAMPLING, "chain": "latent", "num_clip": 2, "frame_num": 5, "max_area": 64 * 48}
+    request = make_video_params(PRESETS["i2v-A14B"], values, (64, 48))
+    pipeline: Any = FakePipeline()
+    pipeline.is_main, pipeline.overlap_decoding = False, True
+    pipeline.work_sharing = WorkSharing(run_on_rank0=lambda _: torch.tensor([float(failed)]))
+    first, last = generate_clips(pipeline, request, Inputs(image=picture(64, 48)))
+    decoded = [latents for latents, _ in pipeline.decoded]
+    expected = [first.latents, last.latents] if failed else [last.latents]
+    assert len(decoded) == len(expected) and all(map(torch.equal, decoded, expected))
 
 
 def test_frames_past_the_end_of_a_video() -> None:

@@ -136,13 +136,20 @@ def test_a_video_goes_on_where_its_network_is() -> None:
 
 
 def test_grouped_videos_keep_only_latents() -> None:
-    """All denoising state is freed before the first decoding; each expert loads once."""
+    """All denoising state is freed before the first decoding; each expert loads once.
+
+    The seconds of a video are those of both parts.
+    """
     source, loops = Recorder(), list[weakref.ref[DenoisingLoop]]()
 
     def prepare_loop(*_: object) -> DenoisingLoop:
         video = DenoisingLoop(*make_six_steps(base_seed=len(loops)))
         loops.append(weakref.ref(video))
         return video
+
+    def denoise(video: DenoisingLoop, num_experts: int) -> torch.Tensor:
+        time.sleep(0.01)
+        return video.advance(source, num_experts=num_experts)
 
     cpu_device = SimpleNamespace(torch_device=torch.device("cpu"), empty_cache=lambda: None)
     pipeline: Any = SimpleNamespace(
@@ -151,7 +158,7 @@ def test_grouped_videos_keep_only_latents() -> None:
         device=cpu_device,
         experts=source,
         prepare_denoising=prepare_loop,
-        denoise=lambda video, num_experts: video.advance(source, num_experts=num_experts),
+        denoise=denoise,
         cache_prompt_embeds=lambda *_: None,
         set_offload=lambda _: None,
         release=lambda _: None,
@@ -169,6 +176,7 @@ def test_grouped_videos_keep_only_latents() -> None:
         )
     assert list(dict.fromkeys(source.calls)) == ["high_noise", "low_noise"]
     assert source.calls == sorted(source.calls), "no expert comes back"
+    assert min(job.seconds for job in jobs) >= 0.02
 
 
 class Network(torch.nn.Module):
