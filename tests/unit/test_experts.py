@@ -25,7 +25,7 @@ from wan.pipeline.batch import Batch, Job
 from wan.pipeline.denoise import DenoisingLoop
 from wan.pipeline.pipeline import Experts, LazyModule
 from wan.settings.errors import InputError
-from wan.settings.noise_schedule import make_noise_schedule
+from wan.settings.noise_schedule import count_noise_samples, make_noise_schedule
 from wan.settings.presets import PRESETS
 from wan.settings.solvers import SOLVERS
 from wan.tasks.base import (
@@ -104,6 +104,21 @@ def test_a_paused_video_leaves_its_device() -> None:
         assert {x.device.type for x in latents_after} == {"meta"} and len(latents_after) == len(
             latents_before
         ), solver
+
+
+def test_noise_is_drawn_as_often_as_counted() -> None:
+    """Animate's later clips, of one generator, begin after these draws of the earlier ones."""
+    for solver, ode in (*((name, False) for name in SOLVERS), ("rcm", True)):
+        steps = {"sample_steps": 4, "boundary_step": 3} if solver == "rcm" else {}
+        params, inputs = make_six_steps(sample_solver=solver, ode=ode, **steps)
+        draws = [inputs.initial_latents]
+
+        def sample_noise(draws=draws) -> torch.Tensor:
+            draws.append(draws[0])
+            return draws[0]
+
+        DenoisingLoop(params, replace(inputs, sample_noise=sample_noise)).advance(Recorder())
+        assert count_noise_samples(params) == len(draws), solver
 
 
 def test_a_video_goes_on_where_its_network_is() -> None:

@@ -210,7 +210,10 @@ def make_network(weights: dict[str, Tensor]) -> nn.Module:
 PEFT: dict[str, dict[str, Any]] = {
     "LoRA": {},
     "rsLoRA": {"use_rslora": True, "alpha_pattern": {"q": 2}},
-    "patterns": {"alpha_pattern": {"fn.0": 9, "ffn.0": 5, "^blocks.1.*o": 2}, "rank_pattern": {"q": 1}},
+    "patterns": {
+        "alpha_pattern": {"fn.0": 9, "ffn.0": 5, "^blocks.1.*o": 2},
+        "rank_pattern": {"q": 1},
+    },
     "DoRA": {"use_dora": True},
     "DoRA of patterns": {"use_dora": True, "alpha_pattern": {"q": 9}},
     "biases": {"bias": "all"},
