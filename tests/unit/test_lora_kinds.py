@@ -211,7 +211,7 @@ PEFT: dict[str, dict[str, Any]] = {
     "LoRA": {},
     "rsLoRA": {"use_rslora": True, "alpha_pattern": {"q": 2}},
     "patterns": {
-        "alpha_pattern": {"fn.0": 9, "ffn.0": 5, "^blocks.1.*o": 2},
+        "alpha_pattern": {".n.0": 9, "ffn.0": 5, "^blocks.1.*o": 2},
         "rank_pattern": {"q": 1},
     },
     "DoRA": {"use_dora": True},
