@@ -161,6 +161,22 @@ async def test_a_client_that_reconnects_with_its_key(
     assert jobs.get_state(name) == "deleted"
 
 
+@pytest.mark.parametrize(("grace", "abandoned"), [(60.0, []), (0.0, ["a"])])
+async def test_each_disconnect_has_its_own_grace(
+    grace: float, abandoned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, names = ServiceJob("a", {}, key="k"), list[str]()
+    clients = waiters.Waiters(names.append)
+    connections = [clients.wait(job, is_existing) for is_existing in (False, True)]
+    notes = [connection.__enter__() for connection in connections]
+    for seconds, note_disconnect, connection in zip((0.0, grace), notes, connections, strict=True):
+        monkeypatch.setattr(waiters, "REJOIN", seconds)
+        note_disconnect()
+        connection.__exit__(None, None, None)
+    await asyncio.sleep(0.01)
+    assert names == abandoned
+
+
 async def test_who_waits_gets_the_video_until_the_service_stops(jobs: Jobs) -> None:
     name, _, task = await begin_request(jobs, "/v1/videos/generations")
     jobs.complete(name)

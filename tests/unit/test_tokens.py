@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import pairwise, product
 
 import pytest
@@ -95,6 +96,22 @@ def test_a_shard_has_memory_of_its_own(ordered: bool) -> None:
                 "nothing else is held"
             )
             shards[-1] = shard
+
+
+def test_the_order_of_another_grid_is_forgotten() -> None:
+    """A service makes videos of many sizes, and an order has a number for each token."""
+    orders: list[weakref.ref[torch.Tensor]] = []
+
+    def reverse(grid: tuple[int, int, int]) -> torch.Tensor:
+        order = torch.arange(grid[0] - 1, -1, -1)
+        orders.append(weakref.ref(order))
+        return order
+
+    tokens = ShardedSequence(SINGLE_RANK, 1, reverse)
+    for length in (3, 3, 4):
+        sequence = torch.arange(float(length)).view(1, length, 1)
+        assert torch.equal(tokens.shard(sequence, (length, 1, 1)), sequence.flip(1))
+    assert [order() is None for order in orders] == [True, False]
 
 
 @pytest.mark.parametrize("ring_type", RING_TYPES)
