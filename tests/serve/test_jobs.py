@@ -233,10 +233,12 @@ async def test_nothing_of_a_deleted_job_is_left_at_once(jobs: Jobs) -> None:
 @pytest.mark.parametrize("limits", [Limits(keep_days=1), Limits(quota=0)], ids=["days", "quota"])
 async def test_nothing_of_an_expired_job_is_left(limits: Limits, tmp_path: Path) -> None:
     jobs = Jobs(tmp_path / "jobs", limits)
-    name = await jobs.create({"prompt": "zq private zq"})
+    name, newer = await jobs.create({"prompt": "zq private zq"}), await jobs.create()
+    jobs.complete(newer, ended=time.time() - 0.9 * 86400)
     jobs.complete(name, ended=time.time() - 2 * 86400)
     await run_cleanup(jobs, lambda: not jobs.find_files_with("zq private zq"))
     assert jobs.get_state(name) == "deleted"
+    assert jobs.get_state(newer) == ("completed" if limits.quota is None else "deleted")
 
 
 async def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:
