@@ -141,7 +141,7 @@ async def wait_for_end(jobs: Jobs, name: str) -> tuple[str, str | None, int]:
 async def test_ranks_that_have_not_called_yet_are_ended(tmp_path: Path) -> None:
     """Also in a session of their own, as torchrun starts them."""
     ranks = group.RankGroup({}, 1, tmp_path, lambda _: None)
-    script = "setsid sleep 1000 & echo $!; wait"
+    script = "setsid sleep 1000 > /dev/null & echo $!; wait"
     process = await asyncio.create_subprocess_exec(
         *("sh", "-c", script), stdout=asyncio.subprocess.PIPE, start_new_session=True
     )
