@@ -4,18 +4,22 @@
     python tools/flags_table.py
 
 Each table is between two markers of its page: all flags in docs/cli.md, dense kernels in
-docs/attention_backends.md, names in LoRA files in docs/few_step.md, kinds of LoRA files in
-docs/checkpoints.md. A test compares the pages with the package.
+docs/attention_backends.md, names in LoRA files in docs/few_step.md, kinds of LoRA files, what
+benchmarks/adapter_kinds.py showed of them, and the matrix of names in docs/checkpoints.md. A test
+compares the pages with the package.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from tools import checkpoint_names
 from wan.app.programs import run_program
 from wan.checkpoint.lora_names import DIFFERENCES, KINDS, NAMINGS, OTHER_NETWORKS, REFUSED_KINDS
 from wan.settings.errors import InputError
@@ -84,11 +88,62 @@ def list_lora_kinds() -> Iterable[Row]:
     yield f"refused by name: {', '.join((*REFUSED_KINDS, *OTHER_NETWORKS))}", "", ""
 
 
+_SENTENCES = DOCS.parent / "tests" / "refusals.txt"
+_FILE_KINDS = (  # kind of file, and the case of the tests whose sentence it gets
+    ("two experts in one file", "checkpoints: several networks", "two"),
+    ("another of Wan's networks than its flag's", "checkpoints: several networks", "text and vae"),
+    ("another model", "checkpoints: several networks", "another model"),
+    ("a network and more", "checkpoints: several networks", "unknown tensors"),
+    ("a part of a network", "checkpoints: several networks", "lacking tensors"),
+    ("some of several shards", "checkpoints: PyTorch files", "a shard"),
+    ("a PyTorch file of an old format", "checkpoints: PyTorch files", "an old format"),
+    ("several sets of weights", "checkpoints: PyTorch files of any name", "two sets"),
+    ("a trainer's state", "checkpoints: PyTorch files of any name", "no weights"),
+    ("a PyTorch file with code", "weights: other contents", "code"),
+    ("a page in place of a file", "checkpoints: PyTorch files of any name", "a page"),
+    ("half of a download", "checkpoints: PyTorch files of any name", "truncated"),
+    ("a big-endian GGUF file", "gguf: files", "big-endian"),
+    ("a LoRA of unknown kind", "LoRA: unknown names", "ends"),
+    ("a LoRA of another network", "LoRA: unknown names", "layers"),
+    ("a LoRA with some unknown prefixes", "LoRA: unknown names", "prefixes"),
+    ("whole weights given as a LoRA", "LoRA: unknown names", "whole weights"),
+    ("a LoRA of a CLIP image input only", "LoRA: files", "only image keys"),
+)
+
+
+def list_file_kinds() -> Iterable[Row]:
+    """Yield a row for each kind of file that is refused, with its sentence."""
+    yield "Kind of file", "Sentence"
+    text = _SENTENCES.read_text(encoding="utf-8")
+    for kind, table, case in _FILE_KINDS:
+        section = text.partition(f"[{table}]\n")[2].partition("\n\n")[0]
+        sentence = f"{section}\n".partition(f"  {case}\n    ")[2].partition("\n")[0]
+        yield kind, sentence.replace("TMP/", "").replace("|", "\\|").replace("*", "\\*")
+
+
+def list_adapter_kinds() -> Iterable[Row]:
+    """Yield a row for each kind of adapter that PEFT and LyCORIS write."""
+    yield "Library", "Kind", "Largest difference from its merge, of the largest change"
+    for row in json.loads((DOCS / "results" / "adapter_kinds.json").read_text())["results"]:
+        refusal = re.search(r"\(([^()]+)\), which is not supported|has (\w+)", row["text"])
+        outcome = "the library makes no file for this network"
+        if row["error"] is not None:
+            outcome = f"{row['error']:.0e}"
+        elif refusal is not None and row["text"].startswith("LoRA "):
+            outcome = f"refused: {refusal[1] or refusal[2]}"
+        yield row["library"], row["kind"], outcome
+
+
 TABLES: dict[tuple[str, str], Callable[[], Iterable[Row]]] = {
     ("cli.md", "all flags"): list_flags,
     ("attention_backends.md", "dense kernels"): list_kernels,
     ("few_step.md", "names in LoRA files"): list_lora_namings,
     ("checkpoints.md", "kinds of LoRA files"): list_lora_kinds,
+    ("checkpoints.md", "networks under every name"): checkpoint_names.list_network_rows,
+    ("checkpoints.md", "LoRA files under every name"): checkpoint_names.list_lora_rows,
+    ("checkpoints.md", "prefixes"): checkpoint_names.list_prefix_rows,
+    ("checkpoints.md", "kinds of files"): list_file_kinds,
+    ("checkpoints.md", "adapters of PEFT and LyCORIS"): list_adapter_kinds,
 }
 """Page and title of a table -> its rows, of which the first one is the head."""
 

@@ -38,6 +38,8 @@ SIMPLE = {
     "size beyond positions": ["--size", "16400*16"],
     "size beyond memory": ["--size", "16384*16384"],
     "frames not 4n+1": ["--frame_num", "80"],
+    "previews negative": ["--preview", "-1"],
+    "previews often": ["--preview", "often"],
     "frames zero": ["--frame_num", "0"],
     "frames negative": ["--frame_num", "-3"],
     "frames fraction": ["--frame_num", "8.5"],

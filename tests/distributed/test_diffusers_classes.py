@@ -21,6 +21,8 @@ SETTINGS: dict[int, list[Settings]] = {
     3: [{"ring_size": 3}],
 }
 STEPS = 6
+PLAIN_CASES = {"video", "animate, replace", "control, low noise", "modular 2.2 image"}
+CACHED_CASES = {"animate", "control, high noise", "modular image", "modular 2.2"}
 # The first one skips no step, the second one three.
 CACHES = ("steps:0,1,2,3,4,5", "steps:0,2,4")
 
@@ -37,7 +39,7 @@ def run_case(name: str, settings: list[Settings]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("world", [2, slow(1), slow(3)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in PLAIN_CASES else slow(name) for name in CASES])
 @pytest.mark.usefixtures("one_thread")
 def test_ranks_make_the_latents_of_the_pipeline(name: str, world: int) -> None:
     expected = CASES[name]().make_latents()
@@ -62,7 +64,7 @@ def run_cached_case(name: str, settings: Settings | None) -> list[Tensor]:
     return results
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in CACHED_CASES else slow(name) for name in CASES])
 @pytest.mark.usefixtures("one_thread")
 def test_caches_skip_the_same_steps_on_ranks(name: str) -> None:
     plain = CASES[name]().make_latents(STEPS)

@@ -470,7 +470,7 @@ async def test_ranges_of_a_video(jobs: Jobs) -> None:
         "bytes=0-1": (206, b"vi"),
         "Bytes=-2": (206, b"eo"),
         "bytes=1-": (206, b"ideo"),
-        "bytes=9-": (416, b""),
+        "bytes=0-0,9-": (206, b"v"),
         **dict.fromkeys(
             ("bytes", "bytes=", "bytes=a-b", "bytes=3-1", "items=0-1"), (200, b"video")
         ),
@@ -481,6 +481,9 @@ async def test_ranges_of_a_video(jobs: Jobs) -> None:
         status, _, content = await jobs.request(path, Range=value)
         answers[value] = status, content
     assert answers == expected
+    status, headers, answer = await jobs.request(path, Range="bytes=9-,5-6")
+    assert (status, headers["content-range"]) == (416, "bytes */5")
+    assert answer["error"]["code"] == "range_not_satisfiable"
     status, headers, _ = await jobs.request(path, method="HEAD", Range="bytes=0-1")
     assert (status, headers["content-length"]) == (200, "5")
     name, _, task = await begin_request(jobs, "/v1/videos/sync", Range="bytes=0-1")
@@ -563,6 +566,28 @@ async def test_fields_of_a_video(tmp_path: Path) -> None:
         assert (status, answer["error"]["code"]) == (410, "gone")
         messages[change] = answer["error"]["message"]
     check_refusals("serve: lost videos", messages)
+
+
+async def test_previews_of_a_job(jobs: Jobs) -> None:
+    """The step of the newest one; an attempt that is lost has none."""
+    ranks, name = jobs.start_idle_ranks(), await jobs.create({"preview": True})
+    assert ranks.job_groups[0][0]["settings"]["preview"] is True
+    path = f"/v1/videos/{name}"
+    status, _, answer = await jobs.request(f"{path}/content?variant=preview")
+    assert status == 404 and "preview: true" in answer["error"]["message"]
+    for done in (0, 1):
+        jobs.handle_rank_message("step", job=name, done=done, total=2, follows=True)
+        assert (await jobs.request(path))[2]["preview_step"] == done
+        (jobs.folder / "jobs" / name / "video.preview.jpg").write_bytes(b"picture %d" % done)
+        jobs.handle_rank_message("preview", job=name)
+        assert (await jobs.request(path))[2]["preview_step"] == done + 1
+    assert (await jobs.request(f"{path}/content?variant=preview"))[2] == b"picture 1"
+    jobs.handle_rank_message("ended", code="ranks_lost", message="")
+    assert (await jobs.request(path))[2]["preview_step"] == 0
+    assert (await jobs.request(f"{path}/content?variant=preview"))[0] == 404
+    for value in (-1, "often", 1.5):
+        status, _, answer = await jobs.request("/v1/videos", {"prompt": "x", "preview": value})
+        assert status == 400 and answer["error"]["param"] == "preview", value
 
 
 async def test_metrics(jobs: Jobs) -> None:

@@ -112,6 +112,48 @@ def test_create_poll_and_fetch(served: ServiceProcess, own: np.ndarray, tmp_path
     assert headers["content-type"] == "video/mp4"
 
 
+def test_events_of_stages_and_steps(served: ServiceProcess) -> None:
+    """The stages that the ranks report, in their order, and every step."""
+    video = served.create(num_inference_steps=3)
+    status, headers, text = served.request(f"/v1/videos/{video}/events")
+    assert status == 200 and headers.get_content_type() == "text/event-stream"
+    blocks = [
+        dict(line.split(": ", 1) for line in block.splitlines() if line)
+        for block in text.decode().strip().split("\n\n")
+    ]
+    events = [(block["event"], json.loads(block["data"])) for block in blocks if "event" in block]
+    stages = [event["stage"] for kind, event in events if kind == "stage"]
+    assert {"denoising", "decoding", "writing"} <= {*stages}
+    assert stages.index("denoising") < stages.index("decoding")
+    assert [event["done"] for kind, event in events if kind == "step"] == [1, 2, 3]
+    assert events[-1] == ("end", served.request(f"/v1/videos/{video}")[2])
+
+
+def test_a_preview_while_a_video_is_generated(served: ServiceProcess) -> None:
+    """The newest picture, until the job is deleted."""
+    video = served.create(num_inference_steps=40, preview=2)
+    path = f"/v1/videos/{video}/content?variant=preview"
+    answer: Any = None
+
+    def has_preview() -> bool:
+        nonlocal answer
+        answer = served.request(path)
+        return answer[0] == 200
+
+    served.wait(has_preview)
+    state = served.request(f"/v1/videos/{video}")[2]
+    assert state["status"] == "in_progress" and 2 <= state["preview_step"] <= state["steps"][0] + 2
+    _, headers, picture = answer
+    assert headers["content-type"] == "image/jpeg" and imageio.v3.imread(picture).shape[2] == 3
+    finished = served.wait_for_video(video)
+    assert finished["preview_step"] == 40 and finished["stage_durations"]["preview"] > 0
+    status, headers, newest = served.request(path, If_None_Match=headers["etag"])
+    assert status == 200 and newest != picture
+    assert served.request(path, If_None_Match=headers["etag"])[0] == 304
+    served.request(f"/v1/videos/{video}", method="DELETE")
+    assert served.request(path)[0] == 404
+
+
 def test_list_in_pages_and_remix(served: ServiceProcess) -> None:
     client = served.client()
     ids = [served.create(seed=number, num_inference_steps=1) for number in range(2)]
@@ -133,8 +175,8 @@ def test_deleted_and_abandoned_videos_end(served: ServiceProcess) -> None:
         with pytest.raises(openai.NotFoundError):
             client.videos.retrieve(video)
     folder = served.folder / "jobs"
-    served.wait(lambda: not (folder / running).exists(), 10)
-    assert not (folder / queued).exists() and served.health()["running"] == 0
+    served.wait(lambda: not (folder / running).exists() and not (folder / queued).exists(), 10)
+    assert served.health()["running"] == 0  # the queued one may have been started meanwhile
     folders_before = {*folder.iterdir()}
     body = json.dumps({"prompt": PROMPT, **LONG}).encode()
     with open_connection(served.port, make_post_request(len(body), body, "/v1/videos/sync")):

@@ -11,8 +11,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import imageio
 import numpy as np
 import pytest
+import torch
 
 from tests import failing
 from tests.conftest import Tiny, slow
@@ -23,6 +25,7 @@ from tests.tasks.tasks import TASKS
 from wan.app import flag_parser as command_line
 from wan.app.resolve import resolve_command_line
 from wan.cli import main as generate
+from wan.media import video_writer
 from wan.media.video_writer import write_video
 from wan.planner.measure import Planner
 from wan.settings.command import Output
@@ -31,6 +34,7 @@ from wan.settings.flags import read_settings
 from wan.settings.presets import PRESETS
 from wan.tasks.base import TASKS as ROOMS
 from wan.tasks.base import get_task
+from wan.utils.files import PREVIEW_KIND, is_output
 from wan.utils.torch_private import StorageTracker
 
 pytestmark = pytest.mark.xdist_group("tasks")
@@ -96,6 +100,29 @@ def test_moving_each_block_changes_no_bit(task: str, asked: Ask, tmp_path: Path)
     task_run = asked(task)
     flags = ["--offload_model", "block", "--text_kv_cache", "false"]
     assert (task_run.make_frames(tmp_path / "v.mp4", *flags) == task_run.frames).all()
+
+
+@parametrize_tasks("t2v")
+def test_previews_change_no_bit(
+    task: str, asked: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    """A picture is written after each step of each clip, and removed with the complete video."""
+    task_run, out, pictures = asked(task), tmp_path / "v.mp4", list[np.ndarray]()
+    save_preview = video_writer.save_preview
+
+    def record_preview(frame: torch.Tensor, path: Path) -> None:
+        save_preview(frame, path)
+        assert path == tmp_path / "v.preview.jpg" and is_output(path, PREVIEW_KIND)
+        pictures.append(imageio.v3.imread(path))
+
+    monkeypatch.setattr(video_writer, "save_preview", record_preview)
+    assert (task_run.make_frames(out, "--preview", 1) == task_run.frames).all()
+    assert capfd.readouterr().out.count("Preview, renewed") == 1
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert record["seconds"]["preview"] > 0 and "preview" not in record["settings"]
+    assert len(pictures) == 2 * (record["settings"].get("num_clip") or 1)
+    assert {picture.shape for picture in pictures} == {task_run.frames.shape[1:]}
+    assert {path.name for path in tmp_path.iterdir()} == {"v.mp4", "v.json"}
 
 
 @parametrize_tasks("t2v")
@@ -176,7 +203,7 @@ def test_the_python_class_makes_the_same_video(task: str, asked: Ask, tmp_path: 
         assert (output == expected).all()
 
 
-@parametrize_tasks("ti2v")
+@parametrize_tasks("i2v")
 def test_a_run_after_a_killed_one(task: str, asked: Ask, tmp_path: Path) -> None:
     """The same video; no files of the killed run remain."""
     task_run, out = asked(task), tmp_path / "v.mp4"

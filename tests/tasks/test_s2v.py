@@ -98,6 +98,7 @@ def fail_after(num_forwards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WanModel_S2V, "forward", fail)
 
 
+@pytest.mark.slow  # test_promises.py has a killed run
 def test_clips_before_a_failure_are_kept(
     one: TaskRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,8 @@ class FakePipeline:
 
     def release_vae(self) -> None: ...
 
+    def make_preview(self, *_: object) -> None: ...
+
     def decode(self, latents: Tensor) -> Tensor:
         draw = torch.Generator().manual_seed(len(self.decoded))
         _, f, h, w = latents.shape

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests import check_steps
+from tests.conftest import slow
 from tests.dist import REPO, TORCHRUN, Ranks
 from tests.refusals import check_refusals
 from tools.check_device import ENDED, main, merge_outcomes
@@ -115,7 +116,7 @@ def run_interruptible_check(file: str) -> int:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda one: one.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)], ids=lambda one: one.name)
 def test_an_interrupted_check_writes_its_measurements(
     number: signal.Signals, tmp_path: Path
 ) -> None:

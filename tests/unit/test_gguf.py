@@ -11,6 +11,7 @@ import resource
 import shutil
 import struct
 import time
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -97,6 +98,19 @@ def test_headers_are_those_of_the_package(file: Path) -> None:
         assert info.dtype == tensor.tensor_type.name
         assert info.data_offset == tensor.data_offset and info.nbytes == tensor.n_bytes
         assert info.shape == tuple(tensors()[tensor.name].shape)  # also where it was flattened
+
+
+def test_slices_of_a_tensor(file: Path) -> None:
+    """As queries, keys and values of a CLIP whose projections are one tensor."""
+    for name in ("a.weight", "b.weight", "d.weight"):
+        info = read_file_headers(file)[name]
+        whole, rows = open_sources({name: info})[name].read(slice(None)), info.shape[0] // 4
+        slices = {
+            str(i): replace(info, shape=(rows, *info.shape[1:]), first_row=i * rows)
+            for i in range(4)
+        }
+        values = [source.read(slice(None)) for source in open_sources(slices).values()]
+        assert torch.equal(torch.cat(values), whole), name
 
 
 NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

@@ -355,6 +355,18 @@ def test_pickles_with_other_contents(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not capsys.readouterr().out
 
 
+@pytest.mark.parametrize("dtype", ["I4", "F8_E3M4", "MXFP4", "C64", "F8_E8M0", "F4"])
+def test_dtypes_that_are_not_supported(dtype: str, tmp_path: Path) -> None:
+    """Also those that the library does not know: the file is whole."""
+    file, size = tmp_path / "x.safetensors", {"C64": 16, "F4": 1}.get(dtype, 2)
+    header = {"a.weight": {"dtype": dtype, "shape": [2], "data_offsets": [0, size]}}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    sentence = get_refusal(read_headers, file, str)
+    assert f"a.weight is stored as {dtype}, which is not supported" in sentence
+    assert "download" not in sentence
+
+
 def test_a_file_larger_than_memory(tmp_path: Path) -> None:
     """A sparse file of zeros, of which only the requested rows are read."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

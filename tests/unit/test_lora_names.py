@@ -156,7 +156,7 @@ def test_whole_parameters_of_peft(weights: dict[str, Tensor], tiny: Any, tmp_pat
 REFUSED = {
     "OFT": "oft_R.weight",
     "BOFT": "boft_R",
-    "GLoRA": "a1.weight",
+    "PEFT's GLoRA": "glora_A.Xd",
     "IA3": "ia3_l",
     "VeRA": "vera_lambda_b",
     "PVeRA": "pvera_lambda_b",
@@ -180,7 +180,16 @@ REFUSED = {
     "OSF": "osf_svd_params.U",
     "PSOFT": "psoft_R.weight",
     "LN tuning": "ln_tuning_layers.default.weight",
-    "another adapter of PEFT": "lily_A.weight",
+    "BEFT": "beft_bias",
+    "DEFT": "deft_P",
+    "FRoD": "frod_V.attn1_to_q",
+    "Lily": "lily_A.weight",
+    "PEANuT": "peanut_A.weight",
+    "Poly": "poly_lora_A",
+    "AdaMSS": "adamss_A.0",
+    "Shadow": "shadow_model.weight",
+    "super tuning": "supertuning_values",
+    "X-LoRA": "internal_xlora_classifier.layers.0.weight",
     "a LoRA of an embedding": "lora_embedding_A",
     "LoKr with two cores": "lokr_t1",
     "a change of a weight's shape": "reshape_weight",
@@ -222,6 +231,57 @@ def test_the_first_three_unknown_names_are_told(tiny: Any, tmp_path: Path) -> No
         sentences[case] = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
         assert "more" in sentences[case] and "another model" not in sentences[case]
     check_refusals("LoRA: unknown names", sentences)
+
+
+def make_pairs(prefix: str, *layers: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Pairs of official layers of 96 channels."""
+    down, up = pair(torch.Size((96, 96)), 2, 0, torch.float32)
+    return {
+        f"{prefix}{layer}.{end}.weight": x.to(dtype).clone()
+        for layer in layers
+        for end, x in (("lora_down", down), ("lora_up", up))
+    }
+
+
+@pytest.mark.parametrize("prefix", ["control_net.", "encoder.", "vace.", "te.", "a.controlnet."])
+def test_prefixes_of_other_networks(prefix: str, tiny: Any, tmp_path: Path) -> None:
+    """Their layers may have the same names; a word is only a part of another prefix."""
+    path = tmp_path / "x.safetensors"
+    save_file(make_pairs(prefix, Q), path)
+    sentence = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
+    assert f"whose prefix ({prefix}) is that of another network" in sentence
+    save_file(make_pairs(f"my_{prefix.replace('.', '_v2.')}", Q), path)
+    assert read_merged_weights(path, tiny("t2v-1.3B")).keys() == {f"{Q}.weight"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_lora_in_float8(dtype: torch.dtype, tiny: Any, tmp_path: Path) -> None:
+    path, values = tmp_path / "x.safetensors", []
+    tensors = make_pairs("", Q, dtype=dtype)
+    for stored in (tensors, {name: x.float() for name, x in tensors.items()}):
+        save_file(stored, path)
+        values.append(read_merged_weights(path, tiny("t2v-1.3B"))[f"{Q}.weight"])
+    assert torch.equal(*values)
+
+
+IMAGE_LAYERS = ("blocks.0.cross_attn.k_img", "blocks.1.cross_attn.v_img", "img_emb.proj.1")
+
+
+@pytest.mark.parametrize("spell", [str, rename_to_diffusers], ids=["official", "diffusers"])
+def test_layers_of_an_image_input_that_the_network_lacks(
+    spell: Any, tiny: Any, tmp_path: Path
+) -> None:
+    """Wan2.1's i2v LoRAs on Wan2.2: the rest is merged, and a line names the others."""
+    path, folder = tmp_path / "x.safetensors", tiny("t2v-1.3B")
+    image_pairs = make_pairs("diffusion_model.", *map(spell, IMAGE_LAYERS))
+    save_file(image_pairs | make_pairs("diffusion_model.", spell(Q)), path)
+    loras = lora.resolve_loras({"lora": (str(path),)}, inspect_checkpoint(folder))
+    assert [*loras["dit"][0].deltas] == [f"{Q}.weight"]
+    (line,) = [x for x in lora.iter_lora_notices(loras, "t2v", False) if "not used" in x]
+    assert "6 tensors" in line and min(image_pairs) in line
+    save_file(image_pairs, path)
+    sentence = get_refusal(read_merged_weights, path, folder)
+    assert "only the image input of other networks" in sentence and min(image_pairs) in sentence
 
 
 def test_prefixes_of_any_network() -> None:

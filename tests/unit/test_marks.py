@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -104,6 +105,15 @@ def save_and_collect(path: Path, tensors: Mapping[str, Tensor], **metadata: str)
     """Saves the tensors and returns the network tensors that the loader finds in the file."""
     save_file(dict(tensors), path, metadata)
     return collect_network_tensors(read_safetensors_header(path), str)
+
+
+def test_a_slice_has_the_scales_of_its_rows(tmp_path: Path) -> None:
+    stored, weight = int8(torch.randn(12, 8), by_row=True)
+    tensors = {f"a.{name}": x for name, x in stored.items()}
+    tensors["a.comfy_quant"] = encode_quant_metadata(format="int8_tensorwise")
+    info = save_and_collect(tmp_path / "x.safetensors", tensors)["a.weight"]
+    source = open_sources({"x": replace(info, shape=(4, 8), first_row=4)})["x"]
+    assert torch.equal(source.read(slice(1, 3)), weight[5:7])
 
 
 def test_values(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from wan.checkpoint.network_names import COMPONENTS
 from wan.modules import clip, t5
 from wan.modules.vae import video_vae
 from wan.settings.command import NetworkFiles
+from wan.settings.presets import PRESETS
 
 DIT = "diffusion_pytorch_model"
 TEXT, VAE = "models_t5_umt5-xxl-enc-bf16.pth", "Wan2.1_VAE.pth"
@@ -212,14 +213,14 @@ def test_shards_of_a_variant(form: str, index: str, folder: Path, tiny: Any) -> 
 
 
 def test_pytorch_files_of_a_library(tiny: Any, tmp_path: Path, one_thread: None) -> None:
-    """`.bin` files of the text encoder, in shards, and of the VAE; a DiT is converted first."""
+    """`.bin` files of the text encoder, in shards, of the VAE and of the DiT."""
     source = tiny("t2v-1.3B", "diffusers")
     root = Path(shutil.copytree(source, tmp_path / "bin"))
-    for name, stem in (("text_encoder", "pytorch_model"), ("vae", DIT)):
+    for name, stem in (("text_encoder", "pytorch_model"), ("vae", DIT), ("transformer", DIT)):
         tensors = load_tensors(source / name)
         for file in (root / name).glob("*.safetensors*"):
             file.unlink()
-        if name == "vae":
+        if name != "text_encoder":
             torch.save(tensors, root / name / f"{stem}.bin")
             continue
         for number in (1, 2):
@@ -233,8 +234,6 @@ def test_pytorch_files_of_a_library(tiny: Any, tmp_path: Path, one_thread: None)
     old = tmp_path / "old.bin"
     torch.save({"a": torch.ones(2)}, old, _use_new_zipfile_serialization=False)
     messages["an old format"] = get_refusal(inspect_checkpoint, source, NetworkFiles(vae=old))
-    for file in (root / "transformer").glob("*.safetensors*"):
-        file.unlink()
     torch.save({"a": torch.ones(2)}, root / "transformer" / f"{DIT}.bin")
     messages["a DiT"] = get_refusal(inspect_checkpoint, root)
     check_refusals("checkpoints: PyTorch files", messages)
@@ -259,3 +258,84 @@ def test_patch_embeddings_of_fewer_axes(axes: str, suffix: str, folder: Path, ti
     infos = checkpoint.experts["dit"].tensors
     assert checkpoint.config == inspect_checkpoint(tiny("t2v-1.3B")).config
     assert torch.equal(open_sources(infos)[key].read(slice(None)), weight.float())
+
+
+def nest_in_generator(tensors: Tensors, path: Path) -> None:
+    torch.save({"generator": add_prefix(tensors, "model._fsdp_wrapped_module."), "step": 1}, path)
+
+
+def save_two_sets(tensors: Tensors, path: Path) -> None:
+    torch.save({"generator": tensors, "generator_ema": tensors}, path)
+
+
+def save_beside_others(tensors: Tensors, path: Path) -> None:
+    """The safetensors file counts, and a trainer's files are left alone."""
+    save_file(tensors, path.with_name("wan.safetensors"))
+    torch.save({name: torch.zeros_like(x) for name, x in tensors.items()}, path)
+    torch.save({"step": 1}, path.with_name("optimizer.bin"))
+
+
+@pytest.mark.parametrize(
+    ("save", "name"),
+    [
+        (torch.save, "model.pth"),
+        (torch.save, "any_name.bin"),
+        (nest_in_generator, "self_forcing_dmd.pt"),
+        (save_beside_others, "wan.ckpt"),
+    ],
+)
+def test_a_dit_in_a_pytorch_file(save: Any, name: str, folder: Path, tiny: Any) -> None:
+    tensors = load_file(folder / f"{DIT}.safetensors")
+    (folder / f"{DIT}.safetensors").unlink()
+    save(tensors, folder / name)
+    sources = open_sources(inspect_checkpoint(folder).experts["dit"].tensors)
+    assert equal({n: s.read(slice(None)) for n, s in sources.items()}, tensors)
+
+
+def test_pytorch_files_of_a_pair_and_of_components(tiny: Any, tmp_path: Path) -> None:
+    """The experts' names decide for `.pth` too; VAE, UMT5 and CLIP have any names."""
+    pair = Path(shutil.copytree(tiny("t2v-A14B"), tmp_path / "pair"))
+    expected = inspect_checkpoint(pair).experts
+    shutil.copy(pair / "high_noise_model" / "config.json", pair)
+    for expert, file in (("high_noise", "A-HighNoise.pt"), ("low_noise", "A_low_noise.pth")):
+        torch.save(load_tensors(pair / f"{expert}_model"), pair / file)
+        shutil.rmtree(pair / f"{expert}_model")
+    experts = inspect_checkpoint(pair).experts
+    key = "blocks.0.ffn.0.weight"
+    for expert, files in expected.items():
+        assert experts[expert].tensors.keys() == files.tensors.keys()
+        source = open_sources({key: experts[expert].tensors[key]})[key]
+        suffix = "pt" if expert == "high_noise" else "pth"
+        assert experts[expert].tensors[key].file.suffix == f".{suffix}"
+        assert source.shape == files.tensors[key].shape
+    for file, name in (("A-HighNoise.pt", "one.pt"), ("A_low_noise.pth", "two.pth")):
+        (pair / file).rename(pair / name)
+    sentence = get_refusal(inspect_checkpoint, pair, presets=(PRESETS["t2v-A14B"],))
+    assert "one.pt, two.pth" in sentence and "dit_high_noise and dit_low_noise" in sentence
+    root = Path(shutil.copytree(tiny("i2v-14B"), tmp_path / "any names"))
+    names = {VAE: "vae/a.pt", TEXT: "text_encoders/b.bin", CLIP: "clip_vision/c.ckpt"}
+    for name, other in names.items():
+        (root / other).parent.mkdir()
+        (root / name).rename(root / other)
+    checkpoint = inspect_checkpoint(root)
+    paths = (checkpoint.vae, checkpoint.text_encoder, checkpoint.image_encoder)
+    assert [path and str(path.relative_to(root)) for path in paths] == [*names.values()]
+
+
+def test_pytorch_files_that_are_refused(folder: Path) -> None:
+    tensors, messages = load_file(folder / f"{DIT}.safetensors"), {}
+    (folder / f"{DIT}.safetensors").unlink()
+    path = folder / "dit.pt"
+    save_two_sets(tensors, path)
+    messages["two sets"] = get_refusal(inspect_checkpoint, folder)
+    path.write_bytes(path.read_bytes()[:-300])
+    messages["truncated"] = get_refusal(inspect_checkpoint, folder)
+    path.write_text("<html>not found</html>")
+    messages["a page"] = get_refusal(inspect_checkpoint, folder)
+    torch.save({"epoch": 1}, path)
+    messages["no weights"] = get_refusal(inspect_checkpoint, folder)
+    save_file(tensors, folder / f"{DIT}.safetensors")
+    for flag, name in (("dit", VAE), ("vae", TEXT), ("text_encoder", VAE)):
+        files = NetworkFiles(**{flag: folder / name})
+        messages[f"another network as {flag}"] = get_refusal(inspect_checkpoint, folder, files)
+    check_refusals("checkpoints: PyTorch files of any name", messages)

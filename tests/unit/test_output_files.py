@@ -11,14 +11,16 @@ from pathlib import Path
 import imageio_ffmpeg
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from tests.refusals import check_refusals, get_refusal
-from wan.media.video_writer import save_latents, write_video
+from wan.media.video_writer import save_latents, save_preview, write_video
 from wan.settings.command import Output
 from wan.settings.errors import WriteError
 from wan.utils.files import (
     LATENTS_KIND,
+    PREVIEW_KIND,
     RECORD_KIND,
     SUMMARY_KIND,
     VIDEO_KIND,
@@ -231,6 +233,7 @@ WAN_OUTPUTS: dict[str, tuple[OutputKind, Callable[[Path], object]]] = {
         LATENTS_KIND,
         lambda path: save_latents(torch.zeros(1, 1, 1, 1), path, {"prompt": "x"}),
     ),
+    "preview": (PREVIEW_KIND, lambda path: save_preview(torch.zeros(3, 16, 16), path)),
     "summary": (SUMMARY_KIND, _text('{"made": {}, "there already": [], "go on with": null}')),
 }
 FOREIGN_OUTPUTS: dict[str, tuple[OutputKind, Callable[[Path], object]]] = {
@@ -245,6 +248,10 @@ FOREIGN_OUTPUTS: dict[str, tuple[OutputKind, Callable[[Path], object]]] = {
     "deep brackets": (RECORD_KIND, _text("[" * 100_000)),
     "other weights": (LATENTS_KIND, lambda path: save_file({"x": torch.zeros(1)}, path)),
     "a header of many bytes": (LATENTS_KIND, _bytes(b"\xff" * 20)),
+    "another picture": (
+        PREVIEW_KIND,
+        lambda path: Image.new("RGB", (16, 16)).save(path, "JPEG", comment=b"my holidays"),
+    ),
     "another summary": (SUMMARY_KIND, _text('{"made": 3}')),
 }
 

@@ -21,6 +21,7 @@ from wan.device import select_device as device
 from wan.distributed import mesh
 from wan.pipeline import build, memory_estimate
 from wan.pipeline.denoise import DenoisingLoop
+from wan.pipeline.memory_estimate import NetworkSize
 from wan.planner.measure import Planner
 from wan.planner.report import check_plan_memory, describe_plan
 from wan.settings.attention_modes import MODES
@@ -208,14 +209,19 @@ def test_block_sparse_attention_is_planned(device: str) -> None:
 
 
 def test_vendors_kernels_hold_what_they_should() -> None:
-    argv = ("--task", "t2v-A14B", *HD, *EIGHT)
-    plain = planner(*argv, "--chip", "A2").compute_peak_bytes()
-    assert plain < planner(*argv, "--chip", "A2", "--attention_algo", "laser").compute_peak_bytes()
-    fp8 = ("--chip", "A5", "--fa_quant", "fp8")
-    assert plain < (quantised := planner(*argv, *fp8).compute_peak_bytes())
-    assert planner(*argv, *fp8, "--quant_alltoall").compute_peak_bytes() < quantised
+    def measure_dit(chip: str, *flags: str) -> NetworkSize:
+        plan = planner("--task", "t2v-A14B", *HD, *EIGHT, "--chip", chip, *flags)
+        return plan.measure_forwards(plan.setup.parallel)[0].size
+
+    def measure_activations(chip: str, *flags: str) -> int:
+        return measure_dit(chip, *flags).activations.total()
+
+    plain, fp8 = measure_activations("A2"), ("--fa_quant", "fp8")
+    assert plain < measure_activations("A2", "--attention_algo", "laser")
+    assert plain < (quantised := measure_activations("A5", *fp8))
+    assert measure_activations("A5", *fp8, "--quant_alltoall") < quantised
     v3 = ("--use_rainfusion", "--rainfusion_type", "v3", "--mask_refresh_interval", "4")
-    assert planner(*argv, "--chip", "A5", *v3).compute_stage_memory()["denoising"]["masks"] > 1e6
+    assert measure_dit("A5", *v3).cached["masks"] > 1e6
 
 
 @pytest.mark.slow

@@ -95,6 +95,17 @@ def test_the_same_as_diffusers(pair, version: str, layout: str, size: tuple[int,
         assert distance(latent, reference_64.encode(video.double()).latent_dist.mode()) <= 1e-12
 
 
+@VERSION
+def test_the_first_latent_frame_alone_is_decoded_to_the_first_frame(pair, version: str) -> None:
+    """Bit for bit, as is a window of latent frames from the start."""
+    vae = VideoVAE(pair(version)[1])
+    latents = torch.randn(vae.mean.shape[1], 4, 6, 4, generator=torch.Generator().manual_seed(1))
+    video = vae.decode(latents)
+    for window in (1, 3):
+        frames = vae.decode(latents[:, :window])
+        assert torch.equal(frames, video[:, : frames.shape[1]])
+
+
 def test_rows_that_make_no_latent_are_left_out(pair) -> None:
     """Officially, too: 2.1 rounds heights and widths down."""
     reference, network = pair("2.1")

@@ -137,6 +137,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 _SWITCH_METAVAR = "{true,false}"
+_REPEATABLE_READERS = (values.read_lora_files, values.read_video_loras, values.read_image_files)
 _SWITCH_READERS = (switch, OFFLOAD_MODEL, SAVE_LATENTS)
 """Readers of options that are true without a value; false overrides a record or variable."""
 _PROGRAMS = {"__main__.py": "python -m wan", "wan-generate": "wan-generate"}
@@ -150,7 +151,7 @@ def _make_argument_options(name: str, flag: Option) -> dict[str, Any]:
     argument_options: dict[str, Any] = {"help": flag.help, "metavar": metavar}
     if name == "plan":
         return {"help": flag.help, "action": "store_true"}
-    if flag.reader in (values.read_lora_files, values.read_image_files):
+    if flag.reader in _REPEATABLE_READERS:
         return argument_options | {"action": "append"}
     if flag.reader is values.read_text_values:
         return argument_options | {"nargs": "+"}

@@ -21,6 +21,7 @@ from wan.app.clip_store import NUMBERED_SAFETENSORS, ClipFiles
 from wan.app.output import report_saved_latents
 from wan.app.run import Run
 from wan.checkpoint import lora
+from wan.checkpoint.lora_folder import make_video_lora_record
 from wan.media import audio, video_writer
 from wan.settings import noise_schedule
 from wan.settings.command import Output
@@ -28,6 +29,7 @@ from wan.settings.errors import NotFiniteError
 from wan.utils import log, system, trace
 from wan.utils.files import (
     LATENTS_KIND,
+    PREVIEW_KIND,
     RECORD_KIND,
     VIDEO_KIND,
     has_process_ended,
@@ -64,15 +66,19 @@ class VideoJob:
         pipeline: Pipeline,
         groups: ParallelGroups | None,
         on_main_only: Callable[[], None] | None = None,
+        on_preview: Callable[[], None] | None = None,
     ) -> None:
         """Prepares a video on every rank; computes nothing.
 
         Args:
             groups: The parallel groups; None for one process.
             on_main_only: Called on every rank when only the main rank still works on the video.
+            on_preview: Called on the main rank after each preview is written. None: the path of the
+                preview is logged once, and the file is removed when the video is complete.
         """
         self.run, self._pipeline, self._groups = run, pipeline, groups
-        self._on_main_only = on_main_only
+        self._on_main_only, self._on_preview = on_main_only, on_preview
+        self._preview_path: Path | None = None
         self.latents_file, self.is_main_only = run.decode_latents, False
         self._is_main = groups is None or groups.is_main
         self._old_file_identity = _read_file_identity(run.output.save_file)
@@ -107,11 +113,22 @@ class VideoJob:
             self._write_video(latents, video_meter)
 
     def make_inputs(self) -> Inputs:
-        """Returns the pipeline's inputs; on the main rank with a callback that saves each step."""
-        inputs = self.run.load_inputs()
+        """Returns the pipeline's inputs, with what writes previews and saves each step."""
+        inputs = replace(self.run.load_inputs(), show_preview=self._write_preview)
         if self.run.output.save_latents == "steps" and self._is_main:
             return replace(inputs, callback_on_step_end=self._save_step_latents)
         return inputs
+
+    def _write_preview(self, frame_3HW: Tensor) -> None:
+        """Replaces the picture of the predicted video by a newer one."""
+        is_first, self._preview_path = self._preview_path is None, self.run.output.preview_path
+        video_writer.save_preview(frame_3HW, self._preview_path)
+        if self._on_preview is not None:
+            self._on_preview()
+        elif is_first:
+            num_steps = self.run.params.preview
+            interval = "step" if num_steps == 1 else f"{num_steps} steps"
+            logger.info("Preview, renewed after every %s: %s", interval, self._preview_path)
 
     def _save_step_latents(self, num_steps_done: int, latents: Tensor) -> None:
         """Writes the latents after a step; logs an error if that fails."""
@@ -254,7 +271,7 @@ class VideoJob:
             num_done, clip_state = self._groups.broadcast_object_from_rank0((num_done, clip_state))
         if num_done:
             logger.info("%d of %d clips are in %s.", num_done, num_clips, files.folder)
-        inputs = replace(run.inputs, num_clips_done=num_done, clip_state=clip_state)
+        inputs = replace(self.make_inputs(), num_clips_done=num_done, clip_state=clip_state)
         clip_iterator = clips.generate_clips(self._pipeline, params, inputs)
         for index in range(num_done, num_clips):
             with self._record_trace() if index == num_done else nullcontext():
@@ -329,15 +346,17 @@ class VideoJob:
             self.run = self.run.with_save_file(name)
 
     def _remove_stale_files(self) -> None:
-        """Removes temporary files of killed runs of this video from its folder.
+        """Removes this run's preview, and temporary files of killed runs of this video.
 
         A hidden file, which may be incomplete, is removed if its name contains an ended process. A
         latents file must also have the content of one.
         """
+        if self._preview_path is not None and self._on_preview is None:
+            remove_output(self._preview_path, PREVIEW_KIND)
         path = self.run.output.save_file.absolute()
         stem, process_pattern = re.escape(path.stem), r"([\w]+-\d+)"
         hidden = re.compile(
-            rf"\.{process_pattern}-{stem}\.((sound\.)?mp4|json|\S+\.latents\.safetensors)"
+            rf"\.{process_pattern}-{stem}\.((sound\.)?mp4|json|preview\.jpg|\S+\.latents\.safetensors)"
         )
         latents = re.compile(rf"{stem}\.{process_pattern}\.latents\.safetensors")
         for stale_file in path.parent.iterdir():
@@ -376,6 +395,7 @@ class VideoJob:
         num_frames, height, width = size
         precision = execution.get_precision(device.type)
         packages = run.setup.attention.required_packages
+        video_loras = make_video_lora_record(run.inputs.loras)
         record = {
             # The flag converts the DiT to bf16, whatever the precision.
             "settings": run.settings
@@ -405,6 +425,7 @@ class VideoJob:
             },
             **({"boundary": boundary} if (boundary := run.boundary) is not None else {}),
             **({"lora": lora.make_lora_record(run.setup.loras)} if run.setup.loras else {}),
+            **({"video_lora": video_loras} if video_loras else {}),
             **({"step_cache": cache} if (cache := pipeline.step_cache.make_record()) else {}),
             "seconds": {name: round(s, 3) for name, s in pipeline.stage_timer.seconds.items()},
             "peak_memory_bytes": {

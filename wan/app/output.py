@@ -18,6 +18,7 @@ from wan.utils import env
 from wan.utils.files import (
     KERNEL_TRACE_KIND,
     LATENTS_KIND,
+    PREVIEW_KIND,
     RECORD_KIND,
     VIDEO_KIND,
     check_folder,
@@ -80,6 +81,8 @@ def check_run_outputs(run: Run) -> None:
         check_output_folder(
             output.steps_dir, {NUMBERED_SAFETENSORS: LATENTS_KIND}, "`save_latents`"
         )
+    if run.params.preview:
+        check_output(output.preview_path, PREVIEW_KIND, "`preview`")
     if run.params.has_clips:
         check_output_folder(output.clips_dir, CLIP_KINDS, "`save_file`")
 

@@ -91,6 +91,8 @@ def record_settings(
     settings |= {**values, **vars(params), **vars(output)}
     if params.infer_frames is not None:
         del settings["frame_num"]  # derived from infer_frames
+    if not settings.get("video_lora"):
+        settings.pop("lora_folder", None)  # a repetition does not need it
     paths = [name for name in PATH_SETTINGS if settings.get(name)]
     settings |= {name: str(Path(settings[name]).absolute()) for name in paths}
     return {

@@ -25,7 +25,7 @@ from wan.app.prompt_file import resolve_prompt_file
 from wan.app.record import merge_layers, read_generation_config, record_settings
 from wan.app.run import INPUT_FILE_SETTINGS, InputFile, Run
 from wan.cache import policy
-from wan.checkpoint import lora, w8a8_export
+from wan.checkpoint import lora, lora_folder, w8a8_export
 from wan.checkpoint.headers import compute_file_digest
 from wan.checkpoint.layout import (
     Checkpoint,
@@ -38,7 +38,14 @@ from wan.pipeline.memory_estimate import check_memory
 from wan.pipeline.setup import Setup
 from wan.settings import parallel, recipes
 from wan.settings.attention import Attention
-from wan.settings.command import Loras, NetworkFiles, Output, PlanOptions, PromptExtension
+from wan.settings.command import (
+    Loras,
+    NetworkFiles,
+    Output,
+    PlanOptions,
+    PromptExtension,
+    VideoLoraOptions,
+)
 from wan.settings.errors import InputError, name_settings
 from wan.settings.execution import Execution
 from wan.settings.fields import build_from_values, list_options
@@ -58,7 +65,11 @@ MAX_RANKS = 4096  # limit of --plan
 _DEMO_FOLDER = Path(__file__).resolve().parents[2] / "examples" / "demo"  # trained checkpoints
 _DENOISING_SETTINGS = {
     "quant_dit_path",
-    *(name for group in (Loras, Attention, Parallel, StepCache) for name in list_options(group)),
+    *(
+        name
+        for group in (Loras, VideoLoraOptions, Attention, Parallel, StepCache)
+        for name in list_options(group)
+    ),
 }
 """Settings that have no effect where latents are only decoded."""
 InspectFolder = Callable[[Path, NetworkFiles, tuple[Preset, ...]], Checkpoint]
@@ -213,7 +224,11 @@ def resolve_run(
         values = {**values, **task.complete_settings(preset, values, inputs, defaults)}
         video_values = values
     setup, notices = make_setup(video_values, preset, checkpoint, world_size)
-    params, param_notices = make_params(setup, video_values, inputs.source_size, defaults)
+    if "lora_folder" in video_values:
+        inputs = replace(inputs, loras=_choose_loras(video_values, setup))
+    params, param_notices = make_params(
+        setup, video_values, inputs.source_size, defaults, inputs.loras
+    )
     check_latents_shape(values.get("fixed_latents"), params.latent_shape)
     if not plan:
         _require_components(checkpoint, preset, inputs, decodes_only)
@@ -343,8 +358,22 @@ def make_setup(
         cache=cache_settings,
         policy=policy.make_policy(cache_settings, preset, checkpoint.folder),
         loras=lora.resolve_loras(values, checkpoint),
+        lora_options=build_from_values(VideoLoraOptions, values),
     )
     return setup, notices
+
+
+def _choose_loras(values: Values, setup: Setup) -> lora_folder.VideoLoras:
+    """Returns the LoRAs of `video_lora`; checks the folder."""
+    folder = values["lora_folder"]
+    lora_folder.find_lora_files(folder)
+    loras = lora_folder.resolve_video_loras(values.get("video_lora", ()), folder, setup.checkpoint)
+    if setup.cache.policy == "tea":
+        for entry in (entry for entries in loras.values() for entry in entries):
+            if any(name.startswith("time_embedding.") for name in entry.lora.deltas):
+                why = "changes the time embedding, from which `step_cache=tea` selects steps"
+                raise InputError("`video_lora`", entry.name, why, "leave it out")
+    return loras
 
 
 def make_params(
@@ -352,6 +381,7 @@ def make_params(
     values: Values,
     image_size: tuple[int, int] | None = None,
     defaults: Values | None = None,
+    video_loras: lora_folder.VideoLoras | None = None,
 ) -> tuple[VideoParams, tuple[str, ...]]:
     """Returns the parameters of a video, and notices.
 
@@ -362,11 +392,13 @@ def make_params(
         values: Settings; those that do not concern the video are ignored.
         image_size: (width, height) of the first image.
         defaults: Settings of the checkpoint's generation_config.json.
+        video_loras: LoRAs of this video only.
     """
+    loras = lora_folder.add_video_loras(setup.loras, video_loras or {})
     checkpoint, recipe_name = setup.checkpoint, values.get("recipe", "auto")
     files = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
     folders = [] if checkpoint.folder is None else [checkpoint.folder]
-    lora_files = sorted({entry.path for group in setup.loras.values() for entry in group})
+    lora_files = sorted({entry.path for group in loras.values() for entry in group})
     paths = [*folders, *sorted(files)]
     recipe_names, settings = recipes.choose_recipes(recipe_name, paths, lora_files, setup.preset)
     boundary = {} if checkpoint.boundary is None else {"boundary": checkpoint.boundary}
@@ -374,7 +406,7 @@ def make_params(
     values = recipes.merge_defaults(values, defaults)
     params = make_video_params(setup.preset, values, image_size)
     recipes.check_svi_loras(params.chain, lora_files)
-    lora_notices = lora.iter_lora_notices(setup.loras, setup.preset.kind, bool(recipe_names))
+    lora_notices = lora.iter_lora_notices(loras, setup.preset.kind, bool(recipe_names))
     notices = (*recipes.make_recipe_notices(recipe_names, params, bool(lora_files)), *lora_notices)
     return params, (*notices, *setup.check_params(params, values))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.headers import compute_fingerprint
+from wan.checkpoint.lora_folder import make_video_lora_record
 from wan.media.video_writer import load_latents
 from wan.pipeline.setup import Setup
 from wan.settings.command import Loras, Output, PlanOptions, PromptExtension
@@ -155,6 +156,7 @@ class Run:
             if line.run is not None:  # a short hash, as a file has up to 10,000 lines
                 settings = drop_paths_and_seed(line.run.settings)
                 settings["content of its files"] = [file.sha256 for file in line.run.input_files]
+                settings["content of its LoRAs"] = make_video_lora_record(line.run.inputs.loras)
                 serialized = json.dumps(settings, sort_keys=True, default=str)
                 digest = hashlib.sha256(serialized.encode()).hexdigest()[:16]
                 line_digest = digest, line.draws_seed or line.run.params.base_seed
@@ -173,6 +175,8 @@ class Run:
                 for name, lora_files in setup.loras.items()
             },
         }
+        if self.inputs.loras:
+            digests["--video_lora"] = make_video_lora_record(self.inputs.loras)
         for name in INPUT_FILE_SETTINGS:
             file_digests = [file.sha256 for file in self.input_files if file.setting == name]
             digests[f"--{name}"] = file_digests or None

@@ -20,6 +20,7 @@ from wan.checkpoint.headers import (
     read_folder_headers,
 )
 from wan.checkpoint.network_names import COMPONENTS, find_networks, select_network
+from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, ForeignPickleError
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 
@@ -106,7 +107,8 @@ class WeightFinder:
             try:
                 networks = self._inspect(path)
             except InputError as error:
-                self.errors.append(error)
+                if not isinstance(error, ForeignPickleError):  # a trainer's state, for example
+                    self.errors.append(error)
                 continue
             if component in networks:
                 weight_files[path] = networks[component]
@@ -118,9 +120,13 @@ class WeightFinder:
     ) -> WeightFile | None:
         """Returns the only candidate; None if there is none.
 
+        PyTorch files are candidates only without others.
+
         Raises:
             InputError: There are several; or none, but a damaged file that might be one.
         """
+        plain = [file for file in candidates if file.path.suffix not in PICKLE_SUFFIXES]
+        candidates = plain or candidates
         if len(candidates) > 1:
             names = sorted(str(file.path.relative_to(self._folder)) for file in candidates)
             listing = f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"

@@ -18,6 +18,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from wan.checkpoint.pickle_header import PICKLE_SUFFIXES
+
 EXPERTS = ("high_noise", "low_noise")
 _EXPERT_WORDS = {"high": "high_noise", "hn": "high_noise", "low": "low_noise", "ln": "low_noise"}
 _SHORT_WORDS = {"h": "high_noise", "hi": "high_noise", "l": "low_noise", "lo": "low_noise"}
@@ -122,7 +124,7 @@ def _find_path_tags(
     path: Path, paths: Collection[Path], folder: Path | None
 ) -> list[list[ExpertTag]]:
     """Returns the expert tags of a file's name, of its folder's name, and of each parent's."""
-    name = path.stem if path.suffix in (".safetensors", ".gguf", ".ckpt", ".pth") else path.name
+    name = path.stem if path.suffix in (".safetensors", ".gguf", *PICKLE_SUFFIXES) else path.name
     if folder is not None:
         folder_names = [*path.relative_to(folder).parts[-2::-1]]
     else:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import struct
-import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -16,13 +15,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from wan.checkpoint import gguf
-from wan.checkpoint.tensor_info import TensorInfo, read_file_state
+from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, read_pickle_header
+from wan.checkpoint.tensor_info import FLOATS, FP8, TensorInfo, read_file_state
 from wan.settings.errors import FileChangedError, InputError
 from wan.settings.values import format_value
 from wan.utils.files import open_regular_file
 
-WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes of files that `read_file_headers` reads
-PICKLE_SUFFIXES = (".pth", ".ckpt", ".pt", ".bin")  # suffixes of files that only torch reads
+WEIGHT_FILES = (".safetensors", ".gguf", *PICKLE_SUFFIXES)  # suffixes of weight files
 _INDEX_SUFFIX = ".safetensors.index.json"
 # Weight file names of diffusers and transformers.
 _WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
@@ -72,21 +71,26 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_file_headers(path: Path) -> dict[str, TensorInfo]:
-    """Returns the tensors of a safetensors or GGUF file by name; for a shard, of all its shards.
+    """Returns the tensors of a weight file by name; for a shard, of all its shards.
 
     Raises:
         InputError: A file is incomplete, or a shard of the network is missing.
     """
     tensors: dict[str, TensorInfo] = {}
     for shard in list_shards(path):
-        is_gguf = shard.suffix == ".gguf"
-        header = gguf.read_gguf_header(shard) if is_gguf else read_safetensors_header(shard)
-        for name, info in header.items():
+        for name, info in _read_header(shard).items():
             first_info = tensors.setdefault(name, info)
             if first_info is not info:
                 why = f"repeats {name} of {first_info.file.name}"
                 raise InputError(f"{shard}", None, why, "give the shards of one network")
     return tensors
+
+
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    """Returns the tensors of one weight file by name."""
+    if path.suffix in PICKLE_SUFFIXES:
+        return read_pickle_header(path)
+    return gguf.read_gguf_header(path) if path.suffix == ".gguf" else read_safetensors_header(path)
 
 
 def list_first_names(path: Path) -> str:
@@ -137,9 +141,9 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
     tensors = {}
     with _open_safetensors(path) as handle:
         state = read_file_state(path)
+        offsets = read_safetensors_offsets(path)
         for name in handle.keys():  # noqa: SIM118
-            tensor_slice = handle.get_slice(name)
-            dtype, shape = tensor_slice.get_dtype(), tuple(tensor_slice.get_shape())
+            dtype, shape = offsets[name][0], tuple(offsets[name][1])
             digits = re.search(r"\d+", dtype)  # bits of an element: BF16, F8_E4M3; not of BOOL
             bits = int(digits[0]) if digits else 8
             size = prod(shape) * bits // 8
@@ -174,24 +178,29 @@ def read_safetensors_offsets(path: Path) -> dict[str, tuple[str, list[int], int]
             raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN) from None
 
 
-def read_safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, float]:
-    """Returns the first number of each tensor, which may have any float or integer dtype."""
-    wanted, scalars = set(names), {}
+def read_scalars(path: Path, infos: Iterable[TensorInfo]) -> dict[str, float]:
+    """Returns the first number of each tensor of a safetensors or PyTorch file, by name.
+
+    Raises:
+        InputError: A dtype is not a float or an integer.
+    """
+    wanted, scalars = [*infos], {}
     if not wanted:
         return {}
-    offsets = read_safetensors_offsets(path)
+    offsets = {info.name: info.data_offset for info in wanted}
+    if path.suffix == ".safetensors":
+        offsets = {name: offset for name, (_, _, offset) in read_safetensors_offsets(path).items()}
     with open_regular_file(path) as file:  # safetensors would need numpy, which has no bfloat16
-        for name in wanted:
-            dtype, _, offset = offsets[name]
-            file.seek(offset)
-            if dtype == "BF16":
-                scalars[name] = struct.unpack("<f", b"\0\0" + file.read(2))[0]
-            elif dtype in _STRUCT_CODES:
-                code = f"<{_STRUCT_CODES[dtype]}"
-                scalars[name] = struct.unpack(code, file.read(struct.calcsize(code)))[0]
+        for info in wanted:
+            file.seek(offsets[info.name])
+            if info.dtype == "BF16":
+                scalars[info.name] = struct.unpack("<f", b"\0\0" + file.read(2))[0]
+            elif info.dtype in _STRUCT_CODES:
+                code = f"<{_STRUCT_CODES[info.dtype]}"
+                scalars[info.name] = struct.unpack(code, file.read(struct.calcsize(code)))[0]
             else:
-                why = f"is stored as {dtype}"
-                raise InputError(f"{path}: {name}", None, why, "give it as F32")
+                why = f"is stored as {info.dtype}"
+                raise InputError(f"{path}: {info.name}", None, why, "give it as F32")
     return scalars
 
 
@@ -206,8 +215,19 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
             reason = format_value(
                 str(error).removeprefix("Error while deserializing header: "), str
             )
+            _check_known_dtypes(path, str(error))
             why = f"is not a valid safetensors file ({reason})"
             raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN) from None
+
+
+def _check_known_dtypes(path: Path, reason: str) -> None:
+    """Refuses a file by its first tensor of a dtype that `safetensors` does not know."""
+    match = re.search(r"unknown variant `(\w+)`", reason)
+    for name, (dtype, _, _) in (read_safetensors_offsets(path) if match else {}).items():
+        if match and dtype == match[1]:
+            why = f"is stored as {dtype}, which is not supported"
+            remedy = f"give weights in one of {', '.join((*FLOATS, *FP8))}, or a GGUF file"
+            raise InputError(f"{path}: {format_value(name, str)}", None, why, remedy)
 
 
 def read_folder_headers(folder: Path) -> dict[str, TensorInfo] | None:
@@ -225,13 +245,17 @@ def read_folder_headers(folder: Path) -> dict[str, TensorInfo] | None:
         if _has_plain_shards(folder, stem):
             why = "is missing, but its shards exist"
             raise InputError(f"{index}", None, why, "download the index")
-    for suffix in WEIGHT_FILES:
-        shards = [file for file in folder.glob(f"*{suffix}") if not is_further_shard(file)]
+    for suffixes in ((".safetensors",), (".gguf",), PICKLE_SUFFIXES):
+        files = [file for suffix in suffixes for file in folder.glob(f"*{suffix}")]
+        shards = [file for file in files if not is_further_shard(file)]
         single_files = [
             file for file in shards if not OTHER_COMPONENTS.search(_SHARD.sub(r"\1", file.name))
         ]
+        named_files = [file for file in single_files if file.name.startswith(_PICKLE_STEMS)]
+        if suffixes == PICKLE_SUFFIXES and named_files:  # beside a trainer's other files
+            single_files = named_files
         if len(single_files) > 1 and all(
-            file.name.startswith(_WEIGHT_STEMS) for file in single_files
+            file.name.startswith(_PICKLE_STEMS) for file in single_files
         ):  # variants of one network
             names = ", ".join(sorted(file.name for file in single_files)[:3])
             why = f"holds {len(single_files)} files of one network ({names})"
@@ -239,23 +263,6 @@ def read_folder_headers(folder: Path) -> dict[str, TensorInfo] | None:
         if single_files:
             return read_file_headers(single_files[0]) if len(single_files) == 1 else None
     return None
-
-
-def find_pickle_files(folder: Path) -> list[Path]:
-    """Returns the PyTorch file with a library's name in a folder, or its shards; [] if none.
-
-    Raises:
-        InputError: A shard is missing, or there are several files.
-    """
-    files = [
-        file
-        for file in sorted(folder.glob("*.bin"))
-        if file.name.startswith(_PICKLE_STEMS) and not is_further_shard(file)
-    ]
-    if len(files) > 1:
-        why = f"holds {len(files)} files of one network ({files[0].name}, {files[1].name})"
-        raise InputError(f"{folder}", None, why, "keep one of them there")
-    return list_shards(files[0]) if files else []
 
 
 def has_diffusers_weights(folder: Path) -> bool:
@@ -316,14 +323,6 @@ def check_file_complete(path: Path) -> Path:
     """Returns the path of a file; InputError if the file is missing or incomplete."""
     if not path.is_file():
         raise InputError(f"{path}", None, "does not exist or is no file", "give another one")
-    if path.suffix in PICKLE_SUFFIXES and not zipfile.is_zipfile(path):
-        with open_regular_file(path) as file:
-            is_other_format = file.read(2) not in (b"PK", b"")
-        if is_other_format:
-            why = "is not a PyTorch file in the zip format"
-            raise InputError(f"{path}", None, why, "save it again with a current PyTorch")
-        why = "is not a complete PyTorch file, but truncated or corrupt"  # its directory is missing
-        raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN)
     if path.suffix in WEIGHT_FILES:
         read_file_headers(path)
     return path

@@ -26,11 +26,8 @@ from wan.checkpoint.dit_shapes import convert_dit_tensors
 from wan.checkpoint.embedded_tokenizer import has_embedded_tokenizer
 from wan.checkpoint.expert_names import detect_experts
 from wan.checkpoint.headers import (
-    OTHER_COMPONENTS,
-    PICKLE_SUFFIXES,
     WEIGHT_FILES,
     check_file_complete,
-    find_pickle_files,
     has_diffusers_weights,
     is_folder,
     list_first_names,
@@ -179,8 +176,8 @@ class Checkpoint:
 
 def _list_component_files(folder: Path) -> list[Path]:
     """Returns the weight, config and vocabulary files of a transformers or diffusers folder."""
-    patterns = ("*.safetensors", "*.bin", "*.json", "*.model", "*.txt")
-    return [path for pattern in patterns for path in folder.glob(pattern)]
+    suffixes = (*WEIGHT_FILES, ".json", ".model", ".txt")
+    return [path for suffix in suffixes for path in folder.glob(f"*{suffix}")]
 
 
 def make_reference_checkpoint(preset: Preset) -> Checkpoint:
@@ -337,25 +334,14 @@ def _check_expert_in_name(flag: str, path: Path, expert: str) -> None:
     raise InputError(flag, path, f"is named as the {tag.expert} expert", remedy)
 
 
-def _check_component_file(flag: str, path: Path, component: str) -> WeightFile | None:
-    """Refuses an explicit file or folder that holds another network.
-
-    Returns:
-        The weight file; None for a PyTorch file, which only torch can read.
-    """
+def _check_component_file(flag: str, path: Path, component: str) -> WeightFile:
+    """Returns the network in an explicit file or folder; InputError if it holds another one."""
     if not path.exists():
         raise InputError(flag, path, "does not exist", "give a weight file or its folder")
-    if path.is_file() and path.suffix in PICKLE_SUFFIXES and component != "dit":
-        check_file_complete(path)
-        return None
     if path.is_file() and path.suffix not in WEIGHT_FILES:
         remedy = f"give one of {', '.join(WEIGHT_FILES)}"
-        if path.suffix in PICKLE_SUFFIXES:
-            remedy = "convert it with tools/convert_checkpoint.py"
         raise InputError(flag, path, "is not in a supported weight format", remedy)
     networks = inspect_weights(path)
-    if not networks and component != "dit" and path.is_dir() and find_pickle_files(path):
-        return None
     if component not in networks:
         content = " and ".join(COMPONENTS[name] for name in COMPONENTS if name in networks)
         content = content or f"none of Wan's networks{list_first_names(path)}"
@@ -369,7 +355,7 @@ def _check_explicit_component(component: str, path: Path, preset: Preset) -> Pat
         _check_component_file(f"`{component}`", path, component),
         preset.latent_channels,
     )
-    if file is not None and component == "vae" and file.channels != channels:
+    if component == "vae" and file.channels != channels:
         why = f"has {file.channels} latent channels, and the networks of {preset.kind} have "
         raise InputError("`vae`", path, f"{why}{channels}", "give the VAE of this task")
     return path
@@ -432,8 +418,7 @@ def _find_official_file(folder: Path, stem: str) -> Path | None:
 
 def _find_diffusers_component(folder: Path) -> Path | None:
     """Returns a folder in the layout of diffusers or transformers if its weights are complete."""
-    has_weights = folder.is_dir() and (read_folder_headers(folder) or find_pickle_files(folder))
-    return folder if has_weights else None
+    return folder if folder.is_dir() and read_folder_headers(folder) else None
 
 
 def _read_folder_experts(
@@ -509,7 +494,10 @@ def _read_expert_files(
         key = "patch_embedding.weight"
         same_dim = [file for file in single if (*file.find_shape(key), 0)[0] in dims]
         single = same_dim or single
-    match = finder.pick_one("dit", single, "dit")
+    has_single = any("dit" in preset.experts for preset in presets)
+    match = finder.pick_one(
+        "dit", single, "dit" if has_single else "dit_high_noise` and `dit_low_noise"
+    )
     if match is not None and match.tag is not None and match.tag.has_noise:
         raise InputError(
             f"{match.path}", None, f"is named as the {match.expert} expert", _GIVE_BOTH_EXPERTS
@@ -544,10 +532,6 @@ def _read_dit_files(folder: Path, file: Path | None = None) -> DitFiles:
             "expected diffusion_pytorch_model.safetensors, its shards with an index, or the "
             "folders high_noise_model/ and low_noise_model/"
         )
-        files = [path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLE_SUFFIXES]
-        if names := [name for name in files if not OTHER_COMPONENTS.search(name)]:
-            why = f"holds {names[0]}, but a video network is read from safetensors and GGUF only"
-            remedy = "convert it with tools/convert_checkpoint.py"
         raise InputError(f"{folder}", None, why, remedy)
     tensors = convert_dit_tensors(collect_network_tensors(infos, rename_dit_to_official, "dit"))
     dense = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}

@@ -13,27 +13,25 @@ weights merged with LoRAs (`wan.checkpoint.merge_lora`).
 from __future__ import annotations
 
 import mmap
-import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from wan.checkpoint.dequantise import dequantize_gguf, dequantize_nvfp4, untile_scales
 from wan.checkpoint.headers import (
-    PICKLE_SUFFIXES,
-    find_pickle_files,
     read_file_headers,
     read_folder_headers,
     read_safetensors_offsets,
 )
+from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, read_pickled_tensors
 from wan.checkpoint.quant_metadata import collect_network_tensors
-from wan.checkpoint.tensor_info import FP8, GGUF, NVFP4, TensorInfo, read_file_state, view_as_bytes
+from wan.checkpoint.tensor_info import FP8, GGUF, NVFP4, TensorInfo, view_as_bytes
 from wan.checkpoint.tensor_source import (
     MappedFile,
     TensorSource,
@@ -62,8 +60,6 @@ DTYPES = {
     "U8": torch.uint8,
     **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_GIVE_PLAIN_TENSORS = "give a file of plain tensors, as safetensors"
 
 DtypeRule = Callable[[str, torch.dtype], torch.dtype]
 """Returns a parameter's dtype in memory from its name and its dtype in the file."""
@@ -257,32 +253,10 @@ def read_headers(
     Raises:
         InputError: The path is not one of these, or is damaged.
     """
-    if path.suffix in PICKLE_SUFFIXES:
-        tensors = _read_pickle_header(path)
-    elif path.is_file():
-        tensors = read_file_headers(path)
-    else:
-        tensors = read_folder_headers(path) or {}
-        for file in () if tensors else find_pickle_files(path):
-            tensors |= _read_pickle_header(file)
+    tensors = read_folder_headers(path) if path.is_dir() else read_file_headers(path)
     if not tensors:
         raise InputError(f"{path}", None, "holds no weights", "download them")
     return collect_network_tensors(tensors, rename, component)
-
-
-def _read_pickle_header(path: Path) -> dict[str, TensorInfo]:
-    state = read_file_state(path)
-    return {
-        name: TensorInfo(
-            path,
-            name,
-            _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)),
-            tuple(tensor.shape),
-            tensor.nbytes,
-            state=state,
-        )
-        for name, tensor in map_pickle(path).items()
-    }
 
 
 def map_safetensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
@@ -295,12 +269,12 @@ def map_safetensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def map_gguf(file: Path, tensors: Iterable[TensorInfo]) -> dict[str, Tensor]:
-    """Returns tensors of a file by name, as read-only views; quantized ones are uint8 [bytes]."""
+    """Returns tensors of a file by name, as flat read-only views; quantized ones are uint8."""
     locations = {}
     for info in tensors:
         is_float = info.dtype not in GGUF
-        shape = list(info.shape) if is_float else [info.nbytes]
-        locations[info.name] = info.dtype if is_float else "U8", shape, info.data_offset
+        dtype = info.dtype if is_float else "U8"
+        locations[info.name] = dtype, [info.nbytes // DTYPES[dtype].itemsize], info.data_offset
     return _map_tensors(file, locations)
 
 
@@ -318,35 +292,22 @@ def _map_tensors(
     return tensors
 
 
-def map_pickle(path: Path) -> dict[str, Tensor]:
-    """Maps a PyTorch file and returns its tensors, or those of its entry `state_dict`.
-
-    No code is unpickled.
-
-    Raises:
-        InputError: The file contains anything but tensors.
-    """
-    try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError:
-        why = "holds something other than weights and was not opened, because it could run code"
-        raise InputError(f"{path}", None, why, _GIVE_PLAIN_TENSORS) from None
-    except Exception as error:  # torch raises half a dozen kinds for damaged files
-        why = f"cannot be read ({format_value(error, str)})"
-        raise InputError(f"{path}", None, why, "download it again") from None
-    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
-        content = content["state_dict"]  # training checkpoints nest the weights
-    entries: Iterable[tuple[Any, Any]]
-    entries = content.items() if isinstance(content, dict) else [(type(content).__name__, None)]
-    for name, value in entries:
-        is_tensor = isinstance(name, str) and type(value) in (Tensor, nn.Parameter)
-        is_strided = is_tensor and value.layout == torch.strided
-        is_on_cpu = is_strided and value.device.type == "cpu"
-        # A damaged view may extend past the end of its storage.
-        if not (is_on_cpu and value.untyped_storage().nbytes() >= value.nbytes):
-            why = f"holds something other than weights ({format_value(name, str)})"
-            raise InputError(f"{path}", None, why, _GIVE_PLAIN_TENSORS)
-    return dict(entries)
+def map_pickle(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Returns tensors of a PyTorch file by name, as read-only views."""
+    with file.open("rb") as handle:
+        memory = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    tensors, pickled_tensors = {}, read_pickled_tensors(file)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # memory is read-only
+        for name in names:
+            stored = pickled_tensors[name]
+            dtype = DTYPES[stored.dtype]
+            count = stored.storage_bytes // dtype.itemsize
+            tensors[name] = (
+                torch.frombuffer(memory, dtype=dtype, count=count, offset=stored.storage_offset)
+                if count
+                else torch.empty(0, dtype=dtype)
+            ).as_strided(stored.shape, stored.strides, stored.offset)
+    return tensors
 
 
 def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
@@ -363,7 +324,7 @@ def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
             if file.suffix == ".gguf":
                 views = map_gguf(file, infos)
             elif file.suffix in PICKLE_SUFFIXES:
-                views = map_pickle(file)
+                views = map_pickle(file, {info.name for info in infos})
             else:
                 views = map_safetensors(file, {info.name for info in infos})
         except (OSError, LookupError, ValueError):
@@ -374,7 +335,7 @@ def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
             if info.dtype in GGUF:
                 sources[name] = _make_gguf_source(view, info, mapped_file)
                 continue
-            if info.dtype != NVFP4 and view.shape != info.shape:
+            if info.dtype != NVFP4 and info.shape and view.shape != info.shape:
                 rows = view.reshape(-1, *info.shape[1:])
                 view = rows[info.first_row : info.first_row + info.shape[0]]
             sources[name] = _make_view_source(view, mapped_file)
@@ -387,7 +348,7 @@ def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
             if name in block_scales:
                 sources[name] = _make_nvfp4_source(source, scale, block_scale_sources[name])
             else:
-                sources[name] = _make_scaled_source(source, scale)
+                sources[name] = _make_scaled_source(source, scale, tensors[name].first_row)
     for name, info in tensors.items():
         if info.chunks:
             chunks = open_sources({str(i): chunk for i, chunk in enumerate(info.chunks)})
@@ -401,13 +362,19 @@ def _make_view_source(view: Tensor, file: MappedFile | None = None) -> TensorSou
     return TensorSource(view.dtype, tuple(view.shape), view.__getitem__, view, file)
 
 
-def _make_scaled_source(quantized: TensorSource, scale: TensorSource) -> TensorSource:
-    """Returns a source of FP8 or int8 values times their scale (per tensor or row), float32."""
+def _make_scaled_source(
+    quantized: TensorSource, scale: TensorSource, first_row: int
+) -> TensorSource:
+    """Returns a source of FP8 or int8 values times their scale (per tensor or row), float32.
+
+    Args:
+        first_row: Row of the first scale.
+    """
     scales, is_scalar = scale.read(slice(None)).float().reshape(-1, 1), prod(scale.shape) == 1
 
     def read(rows: slice) -> Tensor:
-        values = quantized.read(rows)
-        return values.to(torch.float32).mul_(scales if is_scalar else scales[rows])
+        values = quantized.read(rows).to(torch.float32)
+        return values.mul_(scales if is_scalar else scales[first_row:][rows])
 
     mapped_tensor, file = quantized.mapped_tensor, quantized.file
     return TensorSource(torch.float32, quantized.shape, read, mapped_tensor, file)
@@ -433,7 +400,7 @@ def _make_gguf_source(data: Tensor, info: TensorInfo, file: MappedFile) -> Tenso
     row_elements, blocks = prod(info.shape[1:]), data.view(-1, block_bytes)
 
     def read(rows: slice) -> Tensor:
-        start, stop, _ = rows.indices(info.shape[0])
+        start, stop = (info.first_row + row for row in rows.indices(info.shape[0])[:2])
         first_block = start * row_elements // block_values
         end_block = -(-stop * row_elements // block_values)
         elements = dequantize_gguf(info.dtype, blocks[first_block:end_block]).view(-1)

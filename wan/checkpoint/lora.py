@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.expert_names import EXPERTS, ExpertTag, detect_experts, find_expert_tags
-from wan.checkpoint.headers import compute_fingerprint, read_safetensors_header
+from wan.checkpoint.headers import compute_fingerprint, read_file_headers
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.lora_deltas import WeightDelta
-from wan.checkpoint.lora_names import HIGH_NOISE_PREFIX, LOW_NOISE_PREFIX, names_both_experts
+from wan.checkpoint.lora_names import (
+    HIGH_NOISE_PREFIX,
+    LOW_NOISE_PREFIX,
+    list_names,
+    names_both_experts,
+)
 from wan.checkpoint.lora_reader import MAX_ABS, Lora, LoraFile, LoraReader
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
@@ -116,9 +121,7 @@ def _assign_by_name(
 
 def _holds_both_experts(file: Path) -> bool:
     """Returns whether a file has tensors of both experts."""
-    if not file.is_file() or file.suffix != ".safetensors":
-        return False
-    return names_both_experts(read_safetensors_header(file))
+    return file.is_file() and names_both_experts(read_file_headers(file))
 
 
 def _check_untagged_pair(file: Path, applied_tags: Mapping[Path, ExpertTag]) -> None:
@@ -156,6 +159,11 @@ def iter_lora_notices(
         for lora in group:
             layers = len({name.rpartition(".")[0] for name in lora.deltas})
             yield f"LoRA of {network}: {lora.path}, strength {lora.strength:g}, {layers} layers."
+            if lora.unused_names:
+                yield (
+                    f"{lora.path.name}: {len(lora.unused_names)} tensors of the image input of "
+                    f"other networks are not used ({list_names(lora.unused_names)})."
+                )
     if len(loras) == len(EXPERTS):
         yield from _iter_name_notices(loras)
     for file in dict.fromkeys(lora.path for group in loras.values() for lora in group):

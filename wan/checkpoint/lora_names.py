@@ -80,6 +80,11 @@ _SUFFIX_ROLES = {  # suffix -> role of the tensor
     **{naming.down: "down" for naming in NAMINGS},
     **{naming.up: "up" for naming in NAMINGS},
     ".lora_mid.weight": "core",
+    ".b1.weight": "up",
+    ".b2.weight": "down",
+    ".bm.weight": "core",  # of GLoRA
+    ".a1.weight": "base_up",
+    ".a2.weight": "base_down",
     **{suffix: f"difference of {parameter}" for suffix, parameter in DIFFERENCES.items()},
     **{naming.bias: "bias" for naming in NAMINGS if naming.bias is not None},
     ".alpha": "alpha",
@@ -120,6 +125,7 @@ KINDS = (
     Kind("LoHa", "`s (up1 down1) * (up2 down2)`", "a pair of rank `r1 r2`"),
     Kind("LoHa with cores", "`s (up1 core1 down1) * (up2 core2 down2)`", _UPCAST),
     Kind("LoKr; `w1`, `w2` whole, factorised or with a core", "`s kron(w1, w2)`", "`w1 x w2^T`"),
+    Kind("GLoRA of LyCORIS", "`s (W a1 a2 + b1 b2)`", "pairs; `W a1` is computed on loading"),
     Kind("DoRA of a LoRA, LoHa or LoKr", "`m V / norm(V) - W`", "refused"),
     Kind("whole differences (`.diff`)", "the difference", _UPCAST),
     Kind("PEFT's `bias`, `modules_to_save`", "the stored parameter `- W`", _UPCAST),
@@ -129,7 +135,7 @@ _TAIL = r"(\.[^.]+){0,2}$"  # of an adapter's name, and of a parameter's in a mo
 _REFUSED_PARAMETERS = {
     "OFT": r"oft_\w+|a_\d+_\d+|rescale",
     "BOFT": r"boft_\w+",
-    "GLoRA": r"glora_\w+|[ab][12m]",
+    "PEFT's GLoRA": r"glora_\w+",
     "IA3": r"on_input|ia3_\w+",
     "VeRA": r"vera_\w+",
     "PVeRA": r"pvera_\w+",
@@ -153,7 +159,16 @@ _REFUSED_PARAMETERS = {
     "OSF": r"osf_\w+",
     "PSOFT": r"psoft_\w+",
     "LN tuning": r"ln_tuning_\w+",
-    "another adapter of PEFT": r"(supertuning|deft|poly|adamss|peanut|frod|beft|shadow|lily)_\w+",
+    "BEFT": r"beft_\w+",
+    "DEFT": r"deft_\w+",
+    "FRoD": r"frod_\w+",
+    "Lily": r"lily_\w+",
+    "PEANuT": r"peanut_\w+",
+    "Poly": r"poly_\w+",
+    "AdaMSS": r"adamss_\w+",
+    "Shadow": r"shadow_\w+",
+    "super tuning": r"supertuning_\w+",
+    "X-LoRA": r"internal_xlora_classifier(\.[^.]+){0,4}",
     "a LoRA of an embedding": r"lora_embedding_\w+|trainable_tokens_\w+",
     "LoKr with two cores": r"lokr_t1",
     "a change of a weight's shape": r"reshape_weight",
@@ -209,6 +224,16 @@ def find_name_refusal(name: str) -> tuple[str, str] | None:
         remedy = "only those of the video network are supported"
         return f"holds {name}, which changes a text encoder", remedy
     return None
+
+
+_is_image_layer = re.compile(
+    r"(^|[._])(k_img|v_img|norm_k_img|add_[kv]_proj|norm_added_k|img_emb|image_embedder)[._]"
+).search
+
+
+def is_image_layer(name: str) -> bool:
+    """Whether a tensor changes layers that only networks with CLIP's image input have."""
+    return _is_image_layer(name) is not None
 
 
 def is_low_noise(name: str) -> bool:

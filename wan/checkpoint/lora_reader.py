@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from wan.checkpoint.headers import (
     list_shards,
-    read_safetensors_header,
-    read_safetensors_scalars,
+    read_file_headers,
+    read_scalars,
 )
 from wan.checkpoint.lora_deltas import LowRankMatrix, Matrix, StoredMatrix, WeightDelta
 from wan.checkpoint.lora_names import (
@@ -26,6 +26,7 @@ from wan.checkpoint.lora_names import (
     PREFIXES,
     Suffix,
     find_name_refusal,
+    is_image_layer,
     is_low_noise,
     list_names,
     map_layer_spellings,
@@ -33,13 +34,16 @@ from wan.checkpoint.lora_names import (
     split_suffix,
 )
 from wan.checkpoint.peft_settings import PeftSettings, read_peft_settings
+from wan.checkpoint.pickle_header import PICKLE_SUFFIXES
 from wan.checkpoint.prefixes import OTHER_LAYERS, find_shared_prefix, strip_prefixes
-from wan.checkpoint.tensor_info import FLOATS, TensorInfo
+from wan.checkpoint.tensor_info import FLOATS, FP8, TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 
+_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
 MAX_ABS = 1e6  # of a strength or an alpha; larger ones may overflow
 _MODULE_WORDS = re.compile(r"\.(processor|base_layer|modules_to_save\.[^.]+)\.")
+_IMAGE_INPUT = "img_emb."  # parameters of networks that read CLIP's embeddings of an image
 _CONVERT = "convert its names to those of docs/few_step.md"
 _MISFIT = "it was made for another model, or is damaged"
 
@@ -59,12 +63,14 @@ class Lora:
     Attributes:
         deltas: By parameter name.
         tag: The expert tag in the file's name that selected the network; "" if a flag did.
+        unused_names: Tensors for the image input of other networks, which this one lacks.
     """
 
     path: Path
     strength: float
     deltas: dict[str, tuple[WeightDelta, ...]]
     tag: str = ""
+    unused_names: tuple[str, ...] = ()
 
 
 class _Layer(NamedTuple):
@@ -88,13 +94,14 @@ class LoraReader:
         self.path, self.strength, self.expert = lora_file.path, lora_file.strength, expert
         if not self.path.is_file():
             raise self.make_error("does not exist or is no file", "give a .safetensors file")
-        if self.path.suffix not in (".safetensors", ".ckpt"):
-            raise self.make_error("is no .safetensors file", "convert it")
+        if self.path.suffix not in _SUFFIXES:
+            raise self.make_error(f"is none of {', '.join(_SUFFIXES)}", "convert it")
         if len(list_shards(self.path)) > 1:
             raise self.make_error("is one of several shards", "give a LoRA in one file")
-        self.tensors = _read_lora_header(self.path)
+        self.tensors = read_file_headers(self.path)
         self.parameter_shapes = {name: info.shape for name, info in parameters.items()}
         self.has_low_noise_tensors = any(map(is_low_noise, self.tensors))
+        self.unused_names: tuple[str, ...] = ()
 
     def make_error(self, why: str, remedy: str) -> InputError:
         return InputError("LoRA", self.path, why, remedy)
@@ -111,11 +118,7 @@ class LoraReader:
                 raise self.make_error(
                     f"holds {info.name}, which is no single number", "it is damaged"
                 )
-        if alpha_infos and self.path.suffix == ".ckpt":
-            raise self.make_error(
-                "holds alphas, which are read from .safetensors only", "convert it"
-            )
-        scalars = read_safetensors_scalars(self.path, [info.name for info in alpha_infos.values()])
+        scalars = read_scalars(self.path, alpha_infos.values())
         settings = read_peft_settings(self.path, prefix)
         self.check_whole_parameters(layers, settings)
         if alpha_infos:  # PEFT's scale settings apply only to files without alphas
@@ -131,7 +134,8 @@ class LoraReader:
                 alpha = settings.find_alpha(layer.module_names)
             for parameter, delta in self.iter_deltas(name, layer, alpha, settings):
                 deltas.setdefault(parameter, []).append(delta)
-        return Lora(self.path, self.strength, {name: tuple(x) for name, x in deltas.items()})
+        all_deltas = {name: tuple(x) for name, x in deltas.items()}
+        return Lora(self.path, self.strength, all_deltas, unused_names=self.unused_names)
 
     def group_by_layer(self) -> dict[str, _Layer]:
         """Groups the file's tensors by official layer name, then by role."""
@@ -148,9 +152,18 @@ class LoraReader:
             if not self.has_low_noise_tensors or is_low_noise(name) == is_low
         ]
         if not names:
-            raise self.make_error(
-                f"holds nothing for the {self.expert} network", "give another one"
+            remedy = "give another one"
+            if self.expert != "dit":
+                remedy = "give it for the other expert, or give another file"
+            raise self.make_error(f"holds nothing for the {self.expert} network", remedy)
+        if not any(name.startswith(_IMAGE_INPUT) for name in self.parameter_shapes):
+            self.unused_names = tuple(name for name in names if is_image_layer(name))
+            names = [name for name in names if name not in {*self.unused_names}]
+        if not names:
+            why = (
+                f"changes only the image input of other networks ({list_names(self.unused_names)})"
             )
+            raise self.make_error(f"{why}, which this one lacks", "leave it out")
         suffixes = {name: split_suffix(name) or Suffix(name, "", "") for name in names}
         adapters = {suffix.adapter for suffix in suffixes.values() if suffix.adapter}
         if len(adapters) > 1:
@@ -222,6 +235,10 @@ class LoraReader:
             name: find_shared_prefix([stems[name]], is_known, PREFIXES, OTHER_LAYERS)
             for name in unknown
         }
+        if (shared := find_shared_prefix(stems.values(), is_known, PREFIXES)) and "." in shared:
+            why = f"holds {list_names(unknown)}, whose prefix ({shared}) is that of another network"
+            remedy = f"give a LoRA of this network, or remove {shared} if it is one"
+            return self.make_error(why, remedy)
         foreign = [name for name, prefix in prefixes.items() if prefix]
         if foreign:
             prefix_list = list_names(dict.fromkeys(filter(None, prefixes.values())))
@@ -261,11 +278,11 @@ class LoraReader:
         """
         tensors = layer.tensors
         for info in tensors.values():
-            if info.dtype not in FLOATS:
-                remedy = f"give it in one of {', '.join(FLOATS)}"
+            if info.dtype not in (*FLOATS, *FP8):
+                remedy = f"give it in one of {', '.join((*FLOATS, *FP8))}"
                 raise self.make_error(f"holds {info.name}, which is stored as {info.dtype}", remedy)
-        scale, delta = 1.0, self.make_delta(tensors)
-        if delta is not None:
+        scale, deltas = 1.0, self.make_deltas(tensors)
+        for delta in deltas:
             self.check_shape(delta, f"{name}.weight")
             rank = _find_rank(delta) or settings.find_rank(layer.module_names)
             if rank is not None:
@@ -274,7 +291,8 @@ class LoraReader:
             if "magnitude" in tensors:
                 delta = self.add_magnitude(delta, tensors["magnitude"], name, scale)
             yield f"{name}.weight", delta
-        elif orphan := tensors.get("bias") or tensors.get("magnitude"):
+        orphan = tensors.get("bias") or tensors.get("magnitude")
+        if orphan is not None and not deltas:
             raise self.make_error(f"has {orphan.name}, but no LoRA for this layer", "it is damaged")
         for role, info in tensors.items():
             if role != "bias" and not role.startswith(("difference of ", "whole ")):
@@ -289,21 +307,28 @@ class LoraReader:
             full = WeightDelta(factor * self.strength, (StoredMatrix(info),))
             yield parameter, replace(full, operation="replace") if "whole" in role else full
 
-    def make_delta(self, tensors: Mapping[str, TensorInfo]) -> WeightDelta | None:
-        """Returns a layer's LoRA, LoHa or LoKr, unscaled; None if it has none."""
+    def make_deltas(self, tensors: Mapping[str, TensorInfo]) -> list[WeightDelta]:
+        """Returns a layer's LoRA, LoHa, LoKr or GLoRA, unscaled; [] if it has none."""
         if any(role.startswith("lokr") for role in tensors):
             w1 = self.make_matrix(tensors, "lokr_w1", "lokr_w1_a", "lokr_w1_b")
             w2 = self.make_matrix(tensors, "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
-            return WeightDelta(1.0, (w1, w2), "kronecker")
+            return [WeightDelta(1.0, (w1, w2), "kronecker")]
         if any(role.startswith("hada") for role in tensors):
             factors = [
                 self.make_matrix(tensors, "", f"hada_w{i}_a", f"hada_w{i}_b", f"hada_t{i}")
                 for i in (1, 2)
             ]
-            return WeightDelta(1.0, tuple(factors), "hadamard")
-        if tensors.keys() & {"up", "down", "core"}:
-            return WeightDelta(1.0, (self.make_matrix(tensors, "", "up", "down", "core"),))
-        return None
+            return [WeightDelta(1.0, tuple(factors), "hadamard")]
+        deltas = []
+        if tensors.keys() & {"up", "down", "core", "base_up", "base_down"}:
+            deltas.append(WeightDelta(1.0, (self.make_matrix(tensors, "", "up", "down", "core"),)))
+        if tensors.keys() & {"base_up", "base_down"}:
+            matrix = self.make_matrix(tensors, "", "base_up", "base_down")
+            deltas.append(WeightDelta(1.0, (matrix,), "multiply"))
+            if "magnitude" in tensors:
+                why = f"holds {tensors['magnitude'].name} of a GLoRA, which has none"
+                raise self.make_error(why, "it is damaged")
+        return deltas
 
     def make_matrix(
         self, tensors: Mapping[str, TensorInfo], full: str, up: str, down: str, core: str = ""
@@ -329,7 +354,10 @@ class LoraReader:
     def check_shape(self, delta: WeightDelta, name: str) -> None:
         """Refuses matrices that do not fit the parameter."""
         shape = self.parameter_shapes.get(name, ())
-        if not shape or delta.shape != (shape[0], prod(shape[1:])):
+        expected = (shape[0], prod(shape[1:])) if shape else None
+        if delta.operation == "multiply" and len(shape) > 1:
+            expected = shape[1], shape[1]
+        if expected is None or delta.shape != expected:
             tensors = " and ".join(f"{info.name} {list(info.shape)}" for info in delta.infos)
             why = f"holds {tensors}, which do not fit {name} {list(shape)}"
             raise self.make_error(why, _MISFIT)
@@ -372,11 +400,3 @@ def _find_rank(delta: WeightDelta) -> int | None:
 def _remove_module_words(stem: str) -> str:
     """Removes the words that wrappers of diffusers and PEFT add within a name."""
     return _MODULE_WORDS.sub(".", f"{stem}.")[:-1]
-
-
-def _read_lora_header(path: Path) -> dict[str, TensorInfo]:
-    if path.suffix == ".safetensors":
-        return read_safetensors_header(path)
-    from wan.checkpoint.load import read_headers  # imports torch
-
-    return read_headers(path, str)

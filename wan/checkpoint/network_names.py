@@ -93,7 +93,10 @@ def select_network(tensors: Mapping[str, TensorInfo], component: str) -> dict[st
         listing = " and ".join(f"{prefix}*" for prefix in sorted(prefixes)[:3])
         file = next(iter(tensors.values())).file
         why = f"holds {COMPONENTS[component]} {len(prefixes)} times ({listing})"
-        raise InputError(f"{file}", None, why, "give a file with one of them")
+        remedy = "save each in its own file"
+        if component == "dit":
+            remedy += ", and give two experts with `dit_high_noise` and `dit_low_noise`"
+        raise InputError(f"{file}", None, why, remedy)
     (prefix,) = prefixes
     other_prefixes = {network.prefix for network in networks} - {prefix}
     roots = _find_roots(prefix, other_prefixes | {*_PART_PREFIXES})

@@ -118,7 +118,7 @@ def _iter_peft_sources(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields (source, settings) of each configuration of a file."""
     config_path = path.with_name(_CONFIG_FILE)
     if config_path.is_file():
-        weight_files = [*path.parent.glob("*.safetensors"), *path.parent.glob("*.ckpt")]
+        weight_files = {path, *path.parent.glob("*.safetensors"), *path.parent.glob("*.ckpt")}
         if path.stem == "adapter_model" or len(weight_files) == 1:
             yield _CONFIG_FILE, read_json(config_path)
     if path.suffix == ".safetensors":

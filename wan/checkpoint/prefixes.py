@@ -17,9 +17,13 @@ NETWORK_PREFIXES = tuple(
 )
 """Prefixes of a DiT in files of training programs, in any order and number."""
 OTHER_LAYERS = frozenset(
-    ("vace", "double", "single", "control", "controlnet", "encoder", "te", "te1", "te2", "clip")
+    (
+        *("vace", "double", "single", "control", "controlnet", "control_net"),
+        *("encoder", "text_encoder", "te", "te1", "te2", "clip"),
+    )
 )
-"""Words of a prefix that make another layer of a DiT's: `vace_blocks.0` is not `blocks.0`."""
+"""Words of a prefix that make another layer of a DiT's: `vace_blocks_0` is not `blocks_0`. In names
+with dots, modules that are other networks."""
 
 IsKnown = Callable[[str], bool]
 """Whether a name without prefixes is one of the network."""
@@ -54,17 +58,17 @@ def find_shared_prefix(
 
     Args:
         prefixes: May stand between it and the known name.
-        excluded_words: Words that it must not contain.
+        excluded_words: Words, or parts between dots in names with dots, that it must not contain.
     """
     first_name, *next_names = names
+    separator = "." if "." in first_name else "_"
 
     def is_prefix(prefix: str) -> bool:
-        return excluded_words.isdisjoint(re.split(r"[._]", prefix)) and all(
+        return excluded_words.isdisjoint(prefix.split(separator)) and all(
             name.startswith(prefix)
             and is_known(strip_prefixes(name.removeprefix(prefix), is_known, prefixes)[-1])
             for name in (first_name, *next_names)
         )
 
-    separator = "." if "." in first_name else "_"
     ends = [match.end() for match in re.finditer(re.escape(separator), first_name)]
     return next((x for x in ("", *(first_name[:end] for end in ends)) if is_prefix(x)), None)

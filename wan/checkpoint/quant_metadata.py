@@ -41,7 +41,7 @@ _IGNORED_SUFFIXES = (
     _COMFY_QUANT_SUFFIX,
     "spiece_model",
 )
-_DOWNLOAD_AGAIN = "download it again"
+_GET_ANOTHER = "get another file"
 
 
 def collect_network_tensors(
@@ -166,6 +166,6 @@ def _parse_layer_format(subject: str, dtype: str, text: bytes) -> dict[str, Any]
         layer_format = None
     if not isinstance(layer_format, dict):
         raise InputError(
-            subject, None, f"is no JSON object ({format_value(text[:40])})", _DOWNLOAD_AGAIN
+            subject, None, f"is no JSON object ({format_value(text[:40])})", _GET_ANOTHER
         )
     return layer_format

@@ -48,7 +48,7 @@ class TensorInfo:
         block_scales: Scales of the blocks of NVFP4.
         full_precision: Matrix products must not run in the stored dtype.
         first_row: First row of this tensor in the file's tensor, of which it is a slice.
-        data_offset: First byte in a GGUF file.
+        data_offset: First byte in a GGUF or PyTorch file.
         chunks: Tensors in the file that are concatenated along dim 0; () for a single one.
         state: The file's state when its header was read; None if unknown.
     """

@@ -33,7 +33,14 @@ from wan.media.video_reader import HD_LINES, count_stored_frames
 from wan.settings.command import Output
 from wan.settings.errors import InputError, WriteError
 from wan.settings.values import read_path, real
-from wan.utils.files import LATENTS_KIND, VIDEO_KIND, check_output, write_output
+from wan.utils.files import (
+    LATENTS_KIND,
+    PREVIEW_KIND,
+    PREVIEW_MARKER,
+    VIDEO_KIND,
+    check_output,
+    write_output,
+)
 from wan.utils.version import __version__
 
 if TYPE_CHECKING:
@@ -259,6 +266,15 @@ def save_latents(latents_Zfhw: Tensor, path: Path, settings: dict[str, Any]) -> 
     with write_output(path, LATENTS_KIND) as temporary:
         tensors = {"latents": latents_Zfhw.float().cpu().contiguous()}
         temporary.write_bytes(save(tensors, metadata={"settings": json.dumps(settings)}))
+
+
+def save_preview(frame_3HW: Tensor, path: Path) -> None:
+    """Writes a frame in [-1, 1] as a JPEG."""
+    from PIL import Image
+
+    with write_output(path, PREVIEW_KIND) as temporary:
+        image = Image.fromarray(to_uint8(frame_3HW[:, None])[0].numpy())
+        image.save(temporary, "JPEG", quality=90, comment=PREVIEW_MARKER)
 
 
 def read_latents_shape(path: Path) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan.checkpoint.layout import WAV2VEC2_FOLDER
 from wan.media.audio import Audio
 from wan.settings.errors import InputError
 from wan.settings.sound import AUDIO_LAYERS, RESAMPLED_FEATURE_RATE, SPEECH_FPS
@@ -32,7 +33,7 @@ def check_audio_encoder(path: Path, channels: int) -> None:
     """
     from transformers import AutoConfig
 
-    remedy = "download it again"
+    remedy = f"give the folder {WAV2VEC2_FOLDER} of this checkpoint"
     try:
         config: Any = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # its type depends on the damage
@@ -45,7 +46,8 @@ def check_audio_encoder(path: Path, channels: int) -> None:
         why = f"has {config.hidden_size} channels of features, the DiT {channels}"
         raise InputError(str(path), None, f"{why}: they belong to different checkpoints", remedy)
     if not [*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]:
-        raise InputError(str(path), None, "holds no weights", remedy)
+        why = "holds no weights (*.safetensors or pytorch_model*.bin)"
+        raise InputError(str(path), None, why, "download the missing file")
 
 
 @torch.no_grad()
@@ -68,7 +70,8 @@ def extract_audio_features(path: Path, audio: Audio) -> Tensor:
         )
     except Exception as error:  # its type depends on the damage
         why = f"holds no usable weights ({format_value(error, str)})"
-        raise InputError(str(path), None, why, "download it again") from error
+        remedy = f"give the folder {WAV2VEC2_FOLDER} as it was published"
+        raise InputError(str(path), None, why, remedy) from error
     finally:
         logging.set_verbosity(verbosity)
         if has_progress_bar:

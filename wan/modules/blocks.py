@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from wan.kernels.forward_context import StepInfo
 from wan.modules.fused_ops import BlockOps, WriteTokens
 from wan.modules.interfaces import ModelComponents
+from wan.modules.lora_branch import add_lora_branches
 from wan.modules.rope import RopeTable
 from wan.modules.text_kv_cache import ContextKV
 from wan.utils import trace
@@ -298,4 +299,5 @@ class TanhGELU(nn.Module):
 
 def fp32_linear(linear: nn.Linear, x: Tensor) -> Tensor:
     """Applies a linear layer in float32; its weights may have another dtype."""
-    return F.linear(x.float(), linear.weight.float(), linear.bias.float())
+    x = x.float()
+    return add_lora_branches(linear, x, F.linear(x, linear.weight.float(), linear.bias.float()))

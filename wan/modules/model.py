@@ -29,6 +29,7 @@ from wan.modules.blocks import (
     fp32_linear,
 )
 from wan.modules.interfaces import ModelComponents
+from wan.modules.lora_branch import add_lora_branches
 from wan.modules.rope import RopeCache, RopeTable
 from wan.modules.text_kv_cache import ContextKV, EmbeddedContext, InputCache
 from wan.settings.attention_modes import Grid
@@ -416,8 +417,9 @@ def extract_patches(x_BCFHW: Tensor, patch_size: tuple[int, int, int]) -> Tensor
 
 def embed_patches(conv: nn.Conv3d, patches_BSK: Tensor) -> Tensor:
     """Embeds patches to [B,S,C] float32; a convolution with kernel = stride is a matmul."""
-    weight, bias = conv.weight, conv.bias
-    return F.linear(patches_BSK.to(weight.dtype), weight.flatten(1), bias).float()
+    patches_BSK = patches_BSK.to(conv.weight.dtype)
+    embedded_BSC = F.linear(patches_BSK, conv.weight.flatten(1), conv.bias)
+    return add_lora_branches(conv, patches_BSK, embedded_BSC).float()
 
 
 def _run_in_fp32(layers: nn.Sequential, x: Tensor) -> Tensor:

@@ -158,6 +158,8 @@ class Batch(Generic[J]):
     def _run_expert_steps(self, job: J, loop: DenoisingLoop) -> None:
         """Runs the steps of the next expert."""
         latents = self._pipeline.denoise(loop, num_experts=1)
+        if job.params.preview:
+            self._pipeline.release_vae()
         if loop.remaining_experts:
             loop.offload()
             return

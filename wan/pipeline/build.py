@@ -56,6 +56,7 @@ from wan.pipeline.pipeline import (
 )
 from wan.pipeline.setup import UNCONVERTED_DTYPES, Setup
 from wan.pipeline.vae_runner import MakeRows, VaeRunner
+from wan.pipeline.video_loras import VideoLoraLoader
 from wan.settings.attention_modes import count_heads_per_chunk
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
@@ -164,6 +165,11 @@ def build_pipeline(
         encode_audio=loader.encode_audio,
         is_main=groups is None or groups.is_main,
         overlap_decoding=execution.overlap_decoding,
+        video_loras=VideoLoraLoader(
+            device.torch_device,
+            make_dit_dtype_rule(compute_dtype, execution.convert_model_dtype),
+            int(setup.lora_options.lora_cache * 1e9),
+        ),
     )
 
 

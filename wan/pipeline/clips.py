@@ -34,21 +34,25 @@ def _generate_missing_clips(
 ) -> Iterator[Clip]:
     maker, num_clips = params.task.make_clips(params, inputs, pipeline), params.num_clip or 1
     state, pending_decode = inputs.clip_state, None
+    preview = pipeline.make_preview(params, inputs)
     for index in range(inputs.num_clips_done, num_clips):
         is_last = index + 1 == num_clips
         if num_clips > 1:
             prompt = params.clip_prompts[index] if params.clip_prompts else params.prompt
             logger.info("Clip %d of %d: %s", index + 1, num_clips, format_prompt(prompt))
         clip_params, denoise_inputs = maker.prepare_clip(index, state)
+        if preview is not None:
+            preview.start_clip(index, maker.select_latents)
         if pending_decode is None:
             pipeline.release(pipeline.vae)
         try:
-            latents = pipeline.denoise(DenoisingLoop(clip_params, denoise_inputs))
+            loop = DenoisingLoop(clip_params, denoise_inputs, preview=preview, loras=inputs.loras)
+            latents = pipeline.denoise(loop)
         except BaseException:
             if pending_decode is not None:  # a retry may need the VAE and its memory
                 pending_decode.wait()
             raise
-        del denoise_inputs
+        del denoise_inputs, loop
         pipeline.release(pipeline.experts)
         if pending_decode is not None:
             yield pending_decode.collect_clip()

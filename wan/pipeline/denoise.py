@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from wan.cache.policy import Cache
+from wan.checkpoint.lora_folder import VideoLoras
 from wan.kernels.forward_context import StepInfo
+from wan.pipeline.preview import Preview
 from wan.pipeline.scheduler import make_solver
 from wan.settings.errors import NotFiniteError
 from wan.settings.noise_schedule import make_noise_schedule
@@ -92,6 +94,7 @@ class DenoisingLoop:
 
     Attributes:
         latents: The latents after the last step, [Z,f,h,w].
+        loras: LoRAs of this video only.
     """
 
     def __init__(
@@ -99,9 +102,12 @@ class DenoisingLoop:
         params: VideoParams,
         inputs: DenoiseInputs,
         callback_on_step_end: StepCallback | None = None,
+        preview: Preview | None = None,
+        loras: VideoLoras | None = None,
     ) -> None:
+        self.loras = loras or {}
         self.params, self.latents = params, inputs.initial_latents
-        self._callback_on_step_end = callback_on_step_end
+        self._callback_on_step_end, self._preview = callback_on_step_end, preview
         self._inputs = replace(inputs, initial_latents=torch.empty(0))  # only self.latents has them
         self._noise_schedule, self._num_steps_done = make_noise_schedule(params), 0
         self._solver, self._timesteps = make_solver(
@@ -181,12 +187,12 @@ class DenoisingLoop:
         params, inputs = self.params, self._inputs
         expert = self._noise_schedule.experts[index]
         low_noise_scale, high_noise_scale = params.sample_guide_scale
-        timestep, grid = self._timesteps[index], params.grid
+        timestep, grid, latents = self._timesteps[index], params.grid, self.latents
         step = StepInfo(index, params.sample_steps, "cond", expert, grid, prod(grid))
         predict_branch = partial(
             predict_velocity,
             model,
-            self.latents,
+            latents,
             inputs.make_model_timesteps(timestep),
             inputs,
             step,
@@ -202,7 +208,7 @@ class DenoisingLoop:
             )
             with cancellation_point.local_section():
                 solver_output = self._solver.step(
-                    guided_velocity, timestep.float(), self.latents, return_dict=False
+                    guided_velocity, timestep.float(), latents, return_dict=False
                 )
                 self.latents = inputs.restore_fixed_frames(solver_output[0])
                 self._num_steps_done = index + 1
@@ -211,6 +217,10 @@ class DenoisingLoop:
                     self._check_finite(expert)
                 if self._callback_on_step_end is not None:
                     self._callback_on_step_end(self._num_steps_done, self.latents)
+        if self._preview is not None and self._preview.is_due(self._num_steps_done):
+            clean_latents = latents - self._noise_schedule.sigmas[index] * guided_velocity
+            clean_latents = inputs.restore_fixed_frames(clean_latents)
+            self._preview.update(strip_reference_frames(params, clean_latents))
 
     def offload(self) -> None:
         """Moves the loop's tensors to the CPU while it is paused."""

@@ -20,7 +20,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from wan.checkpoint.lora_folder import find_lora_files
 from wan.pipeline import weight_sizes
+from wan.pipeline.preview import count_preview_latents
 from wan.pipeline.setup import Setup
 from wan.pipeline.weight_sizes import WeightBytes
 from wan.settings import devices
@@ -74,6 +76,7 @@ class NetworkSizes:
         encoding_activations: Activations of the VAE while it encodes; empty if nothing is encoded.
         decoding_activations: Activations of the VAE and the video while it decodes.
         dit: One DiT.
+        preview_activations: Activations of the VAE between two steps; empty without previews.
     """
 
     text: NetworkSize | None
@@ -82,6 +85,7 @@ class NetworkSizes:
     encoding_activations: Usage
     decoding_activations: Usage
     dit: NetworkSize
+    preview_activations: Usage = field(default_factory=Usage)
 
 
 def compute_stage_memory(
@@ -127,13 +131,15 @@ def compute_stage_memory(
     dit_usage = sizes.dit.cached + Usage({"DiT weights": dit_bytes})
     dit_usage = Usage({name: num_networks * size for name, size in dit_usage.items()})
     previous_clip = Usage(params.task.estimate_host_bytes(params) if device == "cpu" else {})
-    overlapped_decoding = (
-        vae - retained_usage + sizes.decoding_activations
-        if is_decoding_overlapped(setup, params)
-        else Usage()
-    )
-    denoising = sizes.dit.activations + _estimate_denoising_inputs(params) + previous_clip
-    add_stage("denoising", dit_usage, denoising + overlapped_decoding)
+    # A preview is decoded after the forwards of a step.
+    activations = max(sizes.dit.activations, sizes.preview_activations, key=Usage.total)
+    denoising = activations + _estimate_denoising_inputs(params) + previous_clip
+    is_overlapped = is_decoding_overlapped(setup, params)
+    if is_overlapped or params.preview:
+        denoising += vae - retained_usage
+    if is_overlapped:
+        denoising += sizes.decoding_activations
+    add_stage("denoising", dit_usage, denoising)
     add_stage("decoding", vae - retained_usage, sizes.decoding_activations + previous_clip)
     return usage_by_stage
 
@@ -157,7 +163,12 @@ def get_mapped_weights_by_stage(sizes: NetworkSizes) -> dict[str, Usage]:
         "image encoder": Usage(
             {"VAE weights": sizes.vae.mapped if sizes.encoding_activations else 0}
         ),
-        "denoising": Usage({"DiT weights": sizes.dit.weights.mapped}),
+        "denoising": Usage(
+            {
+                "DiT weights": sizes.dit.weights.mapped,
+                "VAE weights": sizes.vae.mapped if sizes.preview_activations else 0,
+            }
+        ),
         "decoding": Usage({"VAE weights": sizes.vae.mapped}),
     }
     return {stage: +usage for stage, usage in usage_by_stage.items() if +usage}
@@ -201,6 +212,7 @@ def estimate_network_sizes(setup: Setup, params: VideoParams) -> NetworkSizes:
         encoding_activations=+Usage(activations=encoding_bytes),
         decoding_activations=_estimate_decoding(setup, params),
         dit=_estimate_dit(setup, params, device),
+        preview_activations=_estimate_preview(setup, params),
     )
 
 
@@ -217,6 +229,14 @@ def _estimate_decoding(setup: Setup, params: VideoParams) -> Usage:
         return Usage(activations=video_bytes)
     other_bytes = estimate_vae_activations(setup, "decode", (frames, height, width)) - video_bytes
     return Usage(activations=video_bytes + other_bytes // _count_vae_ranks(setup))
+
+
+def _estimate_preview(setup: Setup, params: VideoParams) -> Usage:
+    """Estimates the activations of the VAE that decodes a preview."""
+    if setup.execution.vae_tiling:
+        return Usage()
+    size = count_preview_latents(params), *params.video_size[::-1]
+    return +Usage(preview=estimate_vae_activations(setup, "decode", size))
 
 
 def _estimate_text_encoder(setup: Setup, device: str) -> NetworkSize:
@@ -268,11 +288,21 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
 def estimate_denoising_bytes_without_blocks(setup: Setup, params: VideoParams) -> int:
     """Estimates the bytes of denoising without the weights of the DiT's blocks.
 
-    They are the other weights, caches, activations and latents.
+    They are the other weights, caches, activations, latents, the VAE of previews, and the largest
+    LoRA of `lora_folder`.
     """
-    dit = _estimate_dit(setup, params, find_planned_capabilities(setup).type)
-    usage = dit.cached + dit.activations + _estimate_denoising_inputs(params)
-    return dit.weights.allocated - dit.weights.all_blocks + usage.total()
+    device = find_planned_capabilities(setup).type
+    dit, preview = _estimate_dit(setup, params, device), _estimate_preview(setup, params)
+    activations = max(dit.activations, preview, key=Usage.total)
+    usage = dit.cached + activations + _estimate_denoising_inputs(params)
+    folder = setup.lora_options.lora_folder
+    files = () if folder is None else find_lora_files(folder).values()
+    largest_lora = max((file.stat().st_size for file in files if file.exists()), default=0)
+    vae = 0
+    if params.preview:
+        vae_tensors = weight_sizes.read_vae_tensors(setup)
+        vae = weight_sizes.sum_vae_weights(setup, device, vae_tensors).allocated
+    return dit.weights.allocated - dit.weights.all_blocks + usage.total() + largest_lora + vae
 
 
 def estimate_vae_activations(setup: Setup, direction: str, size: tuple[int, int, int]) -> int:
@@ -353,7 +383,8 @@ def find_fullest_stage(
 ) -> tuple[str, int]:
     """Finds the stage with the highest estimate, and its bytes.
 
-    Decoding is estimated in tiles, since a run changes to tiles when memory runs out.
+    Decoding is estimated in tiles, since a run changes to tiles when memory runs out, and without
+    previews, since a run continues without them.
 
     Args:
         ranks_here: Number of ranks that share the memory; on a CPU all ranks denoise, one decodes.
@@ -361,6 +392,7 @@ def find_fullest_stage(
         **execution: Fields of `Execution` to change.
     """
     setup = replace(setup, execution=replace(setup.execution, **execution))
+    params = replace(params, preview=0)
     tiling = replace(setup.execution, vae_tiling=True, vae_parallel=False, overlap_decoding=False)
     tiled_setup = replace(setup, execution=tiling)
     sizes = estimate_network_sizes(setup, params)

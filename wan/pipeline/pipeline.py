@@ -25,12 +25,14 @@ from wan.pipeline.denoise import (
     RunBranches,
     run_both_branches,
 )
+from wan.pipeline.preview import Preview
 from wan.pipeline.vae_runner import VaeRunner
+from wan.pipeline.video_loras import VideoLoraLoader
 from wan.settings import noise_schedule
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload, count_block_buffers
 from wan.tasks.base import NO_INPUTS, Inputs, VideoParams, make_base_inputs
-from wan.utils import system
+from wan.utils import log, system
 from wan.utils.log import StageTimer
 
 if TYPE_CHECKING:
@@ -214,6 +216,7 @@ class Pipeline:
         cancellation_point: Checked between denoising steps.
         is_main: This rank is the main rank (rank 0), which receives the frames.
         overlap_decoding: Each clip of a chain is decoded while the next one is denoised.
+        video_loras: Attaches the LoRAs of single videos.
     """
 
     device: Device
@@ -228,6 +231,7 @@ class Pipeline:
     kernel_name: str
     can_return_lse: bool
     step_cache: Cache
+    video_loras: VideoLoraLoader
     work_sharing: WorkSharing = field(default_factory=WorkSharing)
     encode_audio: Callable[[Audio], Tensor] | None = None
     cached_prompt_embeds: dict[str, Tensor] = field(default_factory=dict)
@@ -272,7 +276,25 @@ class Pipeline:
             loop_inputs = params.task.make_denoise_inputs(params, base, inputs, self)
             del base
             self.release(self.vae)
-        return DenoisingLoop(params, loop_inputs, inputs.callback_on_step_end)
+        preview = self.make_preview(params, inputs)
+        callback = inputs.callback_on_step_end
+        return DenoisingLoop(params, loop_inputs, callback, preview, inputs.loras)
+
+    def make_preview(self, params: VideoParams, inputs: Inputs) -> Preview | None:
+        """Returns the preview of a video; None without one, and on ranks other than the main one.
+
+        The VAE stays in memory from the first picture until the video is decoded.
+        """
+        if inputs.show_preview is None or not params.preview or not self.is_main:
+            return None
+
+        def decode(latents_Zfhw: Tensor) -> Tensor:
+            collector = FrameCollector(torch.device("cpu"))
+            with self.stage_timer("preview"), log.silence_thread():
+                self.vae_runner.decode_alone(latents_Zfhw, collector)
+            return collector.video
+
+        return Preview(params, decode, inputs.show_preview)
 
     def denoise(self, loop: DenoisingLoop, num_experts: int | None = None) -> Tensor:
         """Runs the steps of the next `num_experts` experts (default: all) and returns the latents.
@@ -284,9 +306,10 @@ class Pipeline:
             loop.to(self.device.torch_device)
             self.step_cache.start_video(loop.params)
             run_branches = self.work_sharing.run_branches
-            latents = loop.advance(
-                self.experts, run_branches, self.step_cache, num_experts, self.cancellation_point
-            )
+            with self.video_loras.attach(self.experts, loop.loras) as experts:
+                latents = loop.advance(
+                    experts, run_branches, self.step_cache, num_experts, self.cancellation_point
+                )
             self.step_cache.clear()
         return latents
 

@@ -18,6 +18,7 @@ from wan.checkpoint.tensor_info import FP8, GGUF
 from wan.checkpoint.w8a8_export import QuantizedDit, check_export_device
 from wan.settings import attention, devices, parallel, rules, step_cache
 from wan.settings.attention import Attention
+from wan.settings.command import VideoLoraOptions
 from wan.settings.devices import Capabilities
 from wan.settings.errors import InputError
 from wan.settings.execution import MULTIPLY, Execution
@@ -47,6 +48,7 @@ class Setup:
         cache: Settings of the step cache.
         policy: Policy of the step cache; None: no step cache.
         loras: The LoRAs of each expert.
+        lora_options: The folder of LoRAs for single videos, and the limit of their cache.
     """
 
     preset: Preset
@@ -59,6 +61,7 @@ class Setup:
     cache: StepCache = field(default_factory=StepCache)
     policy: Policy | None = None
     loras: Mapping[str, tuple[Lora, ...]] = field(default_factory=dict)
+    lora_options: VideoLoraOptions = field(default_factory=VideoLoraOptions)
 
     def __post_init__(self) -> None:
         rules.check_rules(rules.PIPELINE_RULES, self._rule_values())
@@ -83,6 +86,7 @@ class Setup:
             "policy": self.cache.policy,
             "num_control_blocks": self.checkpoint.num_control_blocks,
             "group_by_expert": True,
+            "lora_folder": self.lora_options.lora_folder,
         }
 
     @property

@@ -93,9 +93,7 @@ class VaeRunner:
             if method == TILED:
                 release_ranks()
                 if is_main:
-                    video = self._get_vae().decode_in_tiles(latent_Zfhw)
-                    sink.begin((video.shape[1], video.shape[2], video.shape[3]))
-                    sink.write_frames(video)
+                    self._decode_tiles(latent_Zfhw, sink)
                 return
             decode_to_sink = partial(VideoVAE.stream, latent_Zfhw=latent_Zfhw, sink=sink)
             # Ranks agree three times first, then twice per latent frame: after layers and sink.
@@ -108,9 +106,17 @@ class VaeRunner:
         return is_main
 
     def decode_alone(self, latent_Zfhw: Tensor, sink: Sink) -> None:
-        """Decodes on this rank into a sink; tries no other method."""
+        """Decodes on this rank into a sink: whole frames, or tiles with `vae_tiling`."""
+        if self._setup.execution.vae_tiling:
+            self._decode_tiles(latent_Zfhw, sink)
+            return
         self._check_free_memory(self._estimate_decode_bytes(latent_Zfhw))
         self._get_vae().stream(latent_Zfhw, sink)
+
+    def _decode_tiles(self, latent_Zfhw: Tensor, sink: Sink) -> None:
+        video = self._get_vae().decode_in_tiles(latent_Zfhw)
+        sink.begin((video.shape[1], video.shape[2], video.shape[3]))
+        sink.write_frames(video)
 
     def _estimate_decode_bytes(self, latent_Zfhw: Tensor) -> int:
         """Returns the minimum bytes of activations of decoding."""

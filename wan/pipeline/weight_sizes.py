@@ -17,8 +17,6 @@ from typing import Any
 
 from wan.checkpoint.config import BLOCK_PREFIXES, match_adapter
 from wan.checkpoint.headers import (
-    PICKLE_SUFFIXES,
-    find_pickle_files,
     read_file_headers,
     read_folder_headers,
     read_safetensors_offsets,
@@ -42,7 +40,7 @@ from wan.tasks.base import build_dit
 Tensors = Mapping[str, TensorInfo]
 PRECISION_DTYPES = {"bf16": "BF16", "fp32": "F32"}
 _ITEMSIZE = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I8": 1, "U8": 1, **dict.fromkeys(FP8, 1)}
-# Elements of the published networks, for a .pth, whose header only torch can read.
+# Elements of the published networks.
 _TEXT_ENCODER_ELEMENTS, _EMBEDDING_ELEMENTS = 5_680_910_336, 1_050_148_864  # stored in bfloat16
 VAE_ELEMENTS = {"2.1": 126_892_531, "2.2": 704_688_668}  # stored in float32
 _NUM_TEXT_BLOCKS = 24
@@ -93,7 +91,7 @@ class _TensorSizes:
         rows, *columns = info.shape or (1,)
         row_bytes = prod(columns) * _ITEMSIZE[dtype]
         if self.can_map and may_map and info.dtype == dtype and not (info.scale or info.chunks):
-            offset = info.data_offset  # unknown in a .pth, where it is a multiple of 64
+            offset = info.data_offset
             if info.file.suffix == ".safetensors":
                 offset = self._read_offsets(info.file)[info.name][2]
             offset += info.first_row * row_bytes
@@ -247,39 +245,26 @@ def sum_text_encoder_weights(
 
 
 def read_text_encoder_tensors(setup: Setup) -> Tensors:
-    """Returns the tensors of the text encoder, as far as they are known without torch.
+    """Returns the tensors of the text encoder.
 
-    Those of a .pth or of no file are an embedding and blocks with the proportions of umt5-xxl.
+    Without a file they are an embedding and blocks with the proportions of umt5-xxl.
     """
     path = setup.checkpoint.text_encoder
-    pickle_bytes = _count_pickle_bytes(path)
-    if path is not None and not pickle_bytes:
+    if path is not None:
         return _read_component_tensors(path, rename_t5_to_transformers, "text_encoder")
-    total = _TEXT_ENCODER_ELEMENTS if path is None else pickle_bytes // 2
-    elements = {_EMBEDDING: total * _EMBEDDING_ELEMENTS // _TEXT_ENCODER_ELEMENTS}
-    block, other = divmod(total - elements[_EMBEDDING], _NUM_TEXT_BLOCKS)
+    elements = {_EMBEDDING: _EMBEDDING_ELEMENTS}
+    block, other = divmod(_TEXT_ENCODER_ELEMENTS - _EMBEDDING_ELEMENTS, _NUM_TEXT_BLOCKS)
     elements |= {f"encoder.block.{index}.": block for index in range(_NUM_TEXT_BLOCKS)}
     elements["encoder.final_layer_norm.weight"] = other
-    return {name: _make_flat_tensor(path, "BF16", count) for name, count in elements.items()}
+    return {name: _make_flat_tensor("BF16", count) for name, count in elements.items()}
 
 
 def read_vae_tensors(setup: Setup) -> Tensors:
-    """Returns the tensors of the VAE; those of a .pth or of no file as one tensor."""
+    """Returns the tensors of the VAE; without a file, one tensor."""
     path = setup.checkpoint.vae
-    pickle_bytes = _count_pickle_bytes(path)
-    if path is not None and not pickle_bytes:
+    if path is not None:
         return _read_component_tensors(path, rename_vae_to_diffusers, "vae")
-    elements = VAE_ELEMENTS[setup.preset.vae] if path is None else pickle_bytes // 4
-    return {"": _make_flat_tensor(path, "F32", elements)}
-
-
-def _count_pickle_bytes(path: Path | None) -> int:
-    """Returns the bytes of a component's PyTorch files; 0 for other files."""
-    if path is None or (path.is_file() and path.suffix not in PICKLE_SUFFIXES):
-        return 0
-    is_folder = path.is_dir() and not read_folder_headers(path)
-    files = find_pickle_files(path) if is_folder else [path] if path.is_file() else []
-    return sum(file.stat().st_size for file in files)
+    return {"": _make_flat_tensor("F32", VAE_ELEMENTS[setup.preset.vae])}
 
 
 def _read_component_tensors(path: Path, rename: Callable[[str], str], component: str) -> Tensors:
@@ -287,5 +272,5 @@ def _read_component_tensors(path: Path, rename: Callable[[str], str], component:
     return collect_network_tensors(tensors or {}, rename, component)
 
 
-def _make_flat_tensor(path: Path | None, dtype: str, elements: int) -> TensorInfo:
-    return TensorInfo(path or Path(), "", dtype, (elements,), elements * _ITEMSIZE[dtype])
+def _make_flat_tensor(dtype: str, elements: int) -> TensorInfo:
+    return TensorInfo(Path(), "", dtype, (elements,), elements * _ITEMSIZE[dtype])

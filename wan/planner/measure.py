@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from math import prod
 from typing import Any
@@ -32,6 +32,7 @@ from wan.modules.model import WanModel
 from wan.modules.vae import tiles, video_vae
 from wan.pipeline import build, memory_estimate, weight_sizes, weight_transforms
 from wan.pipeline.memory_estimate import NetworkSize, NetworkSizes, Usage
+from wan.pipeline.preview import count_preview_latents
 from wan.pipeline.setup import Setup
 from wan.pipeline.weight_sizes import PRECISION_DTYPES, WeightBytes
 from wan.planner import operators
@@ -163,7 +164,9 @@ class Planner:
         execution, parallel = setup.execution, setup.parallel
         on_device = self.device.type == "cpu" or not execution.t5_cpu
         num_vae_ranks = parallel.world_size if execution.vae_parallel else 1
-        weights, encoding, decoding = self._get_vae_usage(execution.vae_tiling, num_vae_ranks)
+        weights, encoding, decoding, preview = self._get_vae_usage(
+            execution.vae_tiling, num_vae_ranks
+        )
         dit_sizes = [forward.size for forward in self.measure_forwards(parallel)]
         num_encoder_ranks = parallel.world_size if parallel.t5_fsdp else 1
         return NetworkSizes(
@@ -173,6 +176,7 @@ class Planner:
             encoding_activations=encoding,
             decoding_activations=decoding,
             dit=max(dit_sizes, key=lambda size: size.activations.total()),
+            preview_activations=preview,
         )
 
     def _measure_image_encoder(self) -> WeightBytes:
@@ -215,7 +219,7 @@ class Planner:
         )
         return NetworkSize(weights, activations=tracker.peak_bytes)
 
-    def _measure_vae(self, tiling: bool, num_ranks: int) -> tuple[WeightBytes, Usage, Usage]:
+    def _measure_vae(self, tiling: bool, num_ranks: int) -> tuple[WeightBytes, Usage, Usage, Usage]:
         """Measures the weights and the activations of the VAE.
 
         Args:
@@ -224,7 +228,7 @@ class Planner:
                 the complete video, is measured.
 
         Returns:
-            Weights, activations of encoding, activations of decoding.
+            Weights, activations of encoding, activations of decoding, activations of a preview.
         """
         params, preset, path = self.params, self.setup.preset, self.setup.checkpoint.vae
         with META:
@@ -241,11 +245,12 @@ class Planner:
         temporal_stride, spatial_stride, _ = preset.vae_stride
         if tiling:
             latent_size = [min(side, tiles.SIDE // spatial_stride) for side in latent_size]
+        preview_size = [*latent_size]  # on one rank
         latent_size[0] = -(-latent_size[0] // num_ranks)
         num_rows = latent_size[0] * spatial_stride
 
-        def decode(num_latent_frames: int) -> None:
-            autoencoder.decode(torch.empty(channels, num_latent_frames, *latent_size))
+        def decode(num_latent_frames: int, size: Sequence[int] = latent_size) -> None:
+            autoencoder.decode(torch.empty(channels, num_latent_frames, *size))
 
         def encode(num_latent_frames: int) -> None:
             video = torch.empty(3, (num_latent_frames - 1) * temporal_stride + 1, *pixel_size)
@@ -270,10 +275,13 @@ class Planner:
             further = max(0, num_latent_frames - 4) * (peaks[1].total() - peaks[0].total())
             return peaks[1] + Usage(activations=further)
 
+        def estimate_tiles(num_frames: int) -> int:
+            return tiles.estimate_tile_bytes(pixel_size, num_frames) if tiling else 0
+
         num_encoded_frames = params.task.count_encoded_latents(params)
         encoding = measure_peak(encode, num_encoded_frames) if num_encoded_frames else Usage()
         num_pixel_frames = 1 + (num_latent_frames - 1) * temporal_stride
-        tile_bytes = tiles.estimate_tile_bytes(pixel_size, num_pixel_frames) if tiling else 0
+        tile_bytes = estimate_tiles(num_pixel_frames)
         received_bytes = (
             (pixel_size[0] - num_rows) * pixel_size[1] * 3 * num_pixel_frames * 4
             if num_ranks > 1
@@ -282,8 +290,15 @@ class Planner:
         decoding = measure_peak(decode, num_latent_frames) + Usage(
             {"tiles": tile_bytes, "other ranks' rows": received_bytes}
         )
+        preview_bytes = 0
+        if num_preview_latents := count_preview_latents(params):
+            preview_bytes = measure_peak(
+                partial(decode, size=preview_size), num_preview_latents
+            ).total()
+            num_pixel_frames = 1 + (num_preview_latents - 1) * temporal_stride
+            preview_bytes += estimate_tiles(num_pixel_frames)
         weights = weight_sizes.sum_vae_weights(self.setup, self.device.type, tensors)
-        return weights, encoding, decoding
+        return weights, encoding, decoding, +Usage(preview=preview_bytes)
 
     def _measure_dit(self, parallel: Parallel, rank: int) -> ForwardMeasurement:
         """Measures a DiT with two or three blocks, and scales cached state to all blocks."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,11 +137,14 @@ class RankWorker:
         from wan.distributed.gloo_group import GlooGroup
 
         self._pipeline, self._team, self._link = pipeline, team, link
+        self._jobs: Sequence[RunningJob] = ()
         self._control = GlooGroup(team)
         self._is_main = team is None or team.is_main
         self._resolve_settings = resolve.make_line_resolver(shared)
         self._max_cached_prompts = max_cached_prompts
         self._embeds: dict[str, Tensor] = {}  # of the last prompts, newest first
+        if self._is_main:
+            pipeline.stage_timer.on_stage = self._report_stage
 
     def serve(self) -> int:
         """Generates videos until the front sends "stop" or disconnects; returns the exit code."""
@@ -153,13 +157,15 @@ class RankWorker:
             if command["do"] == "stop":
                 return 0
             jobs = [self._resolve_job(**request) for request in command["jobs"]]
-            self._make_videos([job for job in jobs if job is not None])
+            self._jobs = [job for job in jobs if job is not None]
+            self._make_videos(self._jobs)
 
     def _resolve_job(self, job: str, settings: dict[str, Any], file: str) -> RunningJob | None:
         """Resolves a job on all ranks; if one refuses it, reports the reason and returns None."""
         run, refusal = None, None
         try:
             run = self._resolve_settings(read_settings(settings)).with_save_file(Path(file))
+            self._pipeline.video_loras.read_all(run.inputs.loras)
         except Exception as error:
             refusal = failures.describe_error(error) or repr(error)
         answers = self._control.gather((refusal, None if run is None else _hash_run(run)))
@@ -168,12 +174,14 @@ class RankWorker:
             reason = reasons[0] if reasons else "The ranks read different files; copy them again."
             self._send("failed", job=job, code="invalid_request", message=reason)
             return None
+        on_preview = partial(self._send, "preview", job=job)
+        video = VideoJob(run, self._pipeline, self._team, on_preview=on_preview)
         return RunningJob(
             f"Video {job}",
             run.params,
-            run.load_inputs(),
+            video.make_inputs(),
             id=job,
-            video=VideoJob(run, self._pipeline, self._team),
+            video=video,
             cancellation_point=SharedCancellationPoint(
                 self._control, self._link, job, run.params.num_clip or 1
             ),
@@ -224,6 +232,13 @@ class RankWorker:
             code, message = next(causes, (code, message))
         self._link.cancelled.discard(job.id)
         self._send("failed", job=job.id, code=code, message=message)
+
+    def _report_stage(self, name: str) -> None:
+        """Sends the stage of the job whose times are measured; not those of other threads."""
+        if threading.current_thread() is threading.main_thread():
+            seconds = self._pipeline.stage_timer.seconds
+            for job in (job for job in self._jobs if job.stages is seconds):
+                self._link.send("stage", job=job.id, stage=name)
 
     def _embed_prompts(self, jobs: Sequence[RunningJob]) -> None:
         """Encodes the prompts of jobs, and keeps the embeddings of earlier prompts."""

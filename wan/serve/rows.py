@@ -7,6 +7,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from wan.checkpoint.lora_folder import make_video_lora_record
+
 if TYPE_CHECKING:
     from wan.app.run import Run
 
@@ -24,9 +26,10 @@ class ServiceJob:
         priority: Jobs of higher priority run first.
         attempt: Number of started attempts.
         done, total: Denoising steps.
+        preview_step: Steps done at the newest preview; 0: there is none.
         error: {"code": ..., "message": ...} of a failed job.
-        shape: JSON of latent shape, steps, branches and clips; equal for jobs that take the same
-            time.
+        shape: JSON of latent shape, steps, branches, clips and LoRAs, if any; equal for jobs that
+            take the same time and need no other weights.
         work: Tokens of the network times steps times branches.
         seconds: Duration from start to end.
         guidance: Expert -> guidance scale.
@@ -36,6 +39,10 @@ class ServiceJob:
         passed: How often a later job was started first.
         names: Setting -> field name of the request.
         bytes: Size of all files.
+        webhook_url: Address that gets the events of the job.
+        webhook_sent: The last state whose event was delivered or given up.
+        store_state: "uploading" from the start of an upload, "stored" once --store has the video.
+        stage: Present stage of a running job; not in the journal.
     """
 
     id: str
@@ -62,13 +69,30 @@ class ServiceJob:
     key: str | None = None
     passed: int = 0
     bytes: int = 0
+    preview_step: int = 0
     names: dict[str, str] = field(default_factory=dict)
     guidance: dict[str, float] = field(default_factory=dict)
+    webhook_url: str | None = None
+    webhook_sent: str = ""
+    store_state: str = ""
+    stage: str = field(default="", metadata={"in_journal": False})
 
     @property
     def is_ended(self) -> bool:
         """Whether it is completed, failed or deleted."""
         return self.state in ("completed", "failed", "deleted")
+
+    @property
+    def has_webhook_event(self) -> bool:
+        """Whether its end is still to be sent to its webhook."""
+        return self.is_ended and self.webhook_url is not None and self.webhook_sent != self.state
+
+    @property
+    def has_store_task(self) -> bool:
+        """Whether its files are still to be uploaded to a store, or to be removed there."""
+        if self.state == "deleted":
+            return self.store_state != ""
+        return self.state == "completed" and self.store_state != "stored"
 
     def set_sizes(self, run: Run) -> None:
         """Sets frames, fps, sizes, steps, guidance, shape and work from the run."""
@@ -82,7 +106,10 @@ class ServiceJob:
         low, high = params.sample_guide_scale
         has_two = params.boundary is not None
         self.guidance = {"high_noise": high, "low_noise": low} if has_two else {"dit": low}
-        self.shape = json.dumps([params.latent_shape, params.sample_steps, branches, clips])
+        shape: list[Any] = [params.latent_shape, params.sample_steps, branches, clips]
+        if run.inputs.loras:
+            shape.append(make_video_lora_record(run.inputs.loras))
+        self.shape = json.dumps(shape)
         self.work = float(prod(params.grid) * params.sample_steps * branches * clips)
 
     @property
@@ -92,16 +119,18 @@ class ServiceJob:
         Videos of several clips may not, since they load their experts for each clip. Neither may a
         second attempt, since the job may have caused the loss of the ranks.
         """
-        *_, clips = json.loads(self.shape)
+        clips = json.loads(self.shape)[3]
         return self.attempt == 0 and int(clips) == 1
 
 
-COLUMNS = tuple(column.name for column in fields(ServiceJob))
+COLUMNS = tuple(
+    column.name for column in fields(ServiceJob) if column.metadata.get("in_journal", True)
+)
 _JSON = ("settings", "names", "error", "guidance")
 _DEFAULTS = {
     column.name: column.default
     for column in fields(ServiceJob)
-    if column.default is not MISSING and column.default is not None
+    if column.name in COLUMNS and column.default is not MISSING and column.default is not None
 }
 
 
@@ -130,12 +159,19 @@ def read_row(row: Row) -> ServiceJob:
 
 
 def make_tombstone(job: ServiceJob) -> ServiceJob:
-    """Returns a deleted job with only its id, state and times.
+    """Returns a deleted job with only its id, state and times, and what is left to do for it.
 
     Its id may still be the cursor of a list.
     """
     return ServiceJob(
-        job.id, {}, "deleted", created=job.created, started=job.started, ended=job.ended
+        job.id,
+        {},
+        "deleted",
+        created=job.created,
+        started=job.started,
+        ended=job.ended,
+        webhook_url=None if job.webhook_sent == "deleted" else job.webhook_url,
+        store_state=job.store_state,
     )
 
 

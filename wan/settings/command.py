@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from wan.settings import values
 from wan.settings.devices import CHIPS
@@ -99,6 +99,32 @@ class Loras:
         "merge the checkpoint's relighting_lora.ckpt, which fits the character to the light of "
         "the scene (animate; default false)",
         tasks=TASKS_OF_KIND["animate"],
+    )
+
+
+@dataclass(frozen=True)
+class VideoLoraOptions:
+    """LoRAs that are chosen for single videos, and computed separately from the weights."""
+
+    lora_folder: Path | None = command_option(
+        None,
+        values.read_path,
+        "folder whose .safetensors files are the LoRAs that --video_lora may name (default none)",
+    )
+    video_lora: tuple[dict[str, Any], ...] = command_option(
+        (),
+        values.read_video_loras,
+        "LoRA of this video only, a file name in --lora_folder without .safetensors; repeatable "
+        "(default none)",
+        line=True,
+        needs="lora_folder",
+    )
+    lora_cache: float = command_option(
+        4.0,
+        real(0, 1e6),
+        "host memory of a rank for the LoRAs of earlier videos, in GB of 1e9 bytes (default 4)",
+        record=False,
+        needs="lora_folder",
     )
 
 
@@ -301,6 +327,11 @@ class Output:
     def clips_dir(self) -> Path:
         """Folder of a long video's clips until the video is complete."""
         return self.save_file.with_suffix(".clips")
+
+    @property
+    def preview_path(self) -> Path:
+        """JPEG of the predicted video."""
+        return self.save_file.with_suffix(".preview.jpg")
 
     @property
     def steps_dir(self) -> Path:

@@ -19,6 +19,7 @@ from wan.settings.command import (
     PromptExtension,
     PromptFileOptions,
     ResumeOptions,
+    VideoLoraOptions,
 )
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.execution import Execution
@@ -30,7 +31,7 @@ from wan.settings.video_options import INPUT_OPTIONS, Sampling, VideoSettings
 
 GROUPS: dict[str, tuple[type, ...]] = {
     "video": (VideoSettings, *INPUT_OPTIONS),
-    "checkpoint": (CheckpointOptions, NetworkFiles, Loras),
+    "checkpoint": (CheckpointOptions, NetworkFiles, Loras, VideoLoraOptions),
     "sampling": (Sampling, LatentOptions),
     "device and memory": (Execution,),
     "attention": (Attention,),

@@ -259,6 +259,11 @@ PIPELINE_RULES = (
             ("compile", "needs weights at fixed addresses", lambda s: s.offload_model == "block"),
         )
     ),
+    make_conflict_rule(
+        "lora_folder",
+        "compile",
+        "does not work with `compile`: compiled blocks would leave out LoRAs that are added later",
+    ),
     Rule(
         ("use_rainfusion",),
         "masks the tokens of a video, and {task} also has tokens of an image",

@@ -128,6 +128,9 @@ class Animate(Task):
     def count_encoded_latents(self, params: VideoParams) -> int:
         return params.latent_shape[1] - 1
 
+    def starts_with_known_frame(self, params: VideoParams, clip: int) -> bool:
+        return clip > 0
+
     def estimate_denoise_bytes(self, params: VideoParams) -> dict[str, int]:
         return {"pictures of the face": 3 * params.frame_num * FACE_SIZE**2 * 4}
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
+    from wan.checkpoint.lora_folder import VideoLoras
     from wan.media.audio import Audio
     from wan.modules.interfaces import ModelComponents
     from wan.modules.model import WanModel
@@ -41,6 +42,8 @@ EncodeVideo = Callable[["Tensor"], "Tensor"]
 """Pixels [3,F,H,W] in [-1, 1] to normalized latents [Z,f,h,w]."""
 StepCallback = Callable[[int, "Tensor"], None]
 """Called with the number of steps done and the latents after them."""
+ShowPreview = Callable[["Tensor"], None]
+"""Receives a frame [3,H,W] in [-1, 1] of the predicted video."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +57,11 @@ class Inputs:
         negative_prompt_embeds: [length, text_dim], used instead of the negative prompt.
         initial_latents: Latents used instead of noise, float32 [Z,f,h,w].
         callback_on_step_end: Called after each step.
+        show_preview: Called on the main rank with each preview.
         num_clips_done: Clips that an earlier run has generated.
         clip_state: `Clip.state` of the last of these clips, on every rank.
         files: Input files whose content determines the video.
+        loras: LoRAs of this video only, by network.
     """
 
     image: Image.Image | None = None
@@ -65,9 +70,11 @@ class Inputs:
     negative_prompt_embeds: Tensor | None = None
     initial_latents: Tensor | None = None
     callback_on_step_end: StepCallback | None = None
+    show_preview: ShowPreview | None = None
     num_clips_done: int = 0
     clip_state: Tensor | None = None
     files: tuple[Path, ...] = ()
+    loras: VideoLoras = field(default_factory=dict)
 
     @property
     def source_size(self) -> Size | None:
@@ -231,6 +238,7 @@ class Task:
             Otherwise all frames are encoded to one file.
         upload_names: Field of a service's request -> file of the folder `src_root_path`.
         uploads_without_prompt: Settings with whose files a prompt is optional.
+        has_fixed_fps: Whether the frames per second follow from the audio.
     """
 
     kind = "t2v"
@@ -239,6 +247,7 @@ class Task:
     joins_clips: ClassVar[bool] = False
     upload_names: ClassVar[Mapping[str, str]] = {}
     uploads_without_prompt: ClassVar[frozenset[str]] = frozenset()
+    has_fixed_fps: ClassVar[bool] = False
 
     # Inputs and settings; no torch.
 
@@ -301,6 +310,10 @@ class Task:
     def count_decoded_latents(self, params: VideoParams) -> int:
         """Returns the latent frames that the VAE decodes at once."""
         return params.latent_shape[1] - self.count_reference_latents(params)
+
+    def starts_with_known_frame(self, params: VideoParams, clip: int) -> bool:
+        """Returns whether the first frame of a clip is an input or ends the previous clip."""
+        return False
 
     def estimate_host_bytes(self, params: VideoParams) -> dict[str, int]:
         """Returns bytes of frames that are kept in host memory while a clip is denoised."""

@@ -74,6 +74,9 @@ class ImageToVideo(Task):
     def count_encoded_latents(self, params: VideoParams) -> int:
         return 1 if params.chain == "latent" else params.latent_shape[1]
 
+    def starts_with_known_frame(self, params: VideoParams, clip: int) -> bool:
+        return True
+
     def make_denoise_inputs(
         self, params: VideoParams, base: DenoiseInputs, inputs: Inputs, encoders: Encoders
     ) -> DenoiseInputs:

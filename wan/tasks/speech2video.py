@@ -104,6 +104,7 @@ class SpeechToVideo(Task):
     network = "wan.modules.s2v:WanModel_S2V"
     diffusers_classes = None
     uploads_without_prompt: ClassVar = frozenset({"image", "audio"})
+    has_fixed_fps = True
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> SpeechInputs:
         has_image, has_audio = "image" in values, "audio" in values
@@ -173,6 +174,9 @@ class SpeechToVideo(Task):
     def count_decoded_latents(self, params: VideoParams) -> int:
         """A clip is decoded together with the encoded end of the previous clip."""
         return self.count_encoded_latents(params) + params.latent_shape[1]
+
+    def starts_with_known_frame(self, params: VideoParams, clip: int) -> bool:
+        return True
 
     def estimate_host_bytes(self, params: VideoParams) -> dict[str, int]:
         width, height = params.video_size

@@ -42,6 +42,9 @@ class TextImageToVideo(Task):
     def count_encoded_latents(self, params: VideoParams) -> int:
         return int(params.image_size is not None)
 
+    def starts_with_known_frame(self, params: VideoParams, clip: int) -> bool:
+        return params.image_size is not None
+
     def make_denoise_inputs(
         self, params: VideoParams, base: DenoiseInputs, inputs: Inputs, encoders: Encoders
     ) -> DenoiseInputs:

@@ -114,6 +114,8 @@ VIDEO_KIND = OutputKind("a video of generate.py", _is_generated_video)
 RECORD_KIND = make_json_kind("a record of generate.py", "settings", "versions")
 LATENTS_KIND = make_safetensors_kind("latents of generate.py", "settings")
 KERNEL_TRACE_KIND = make_json_kind("a kernel trace of generate.py --trace_kernels", "traceEvents")
+PREVIEW_MARKER = b"preview of generate.py"  # in the comment of the JPEG
+PREVIEW_KIND = make_marked_kind("a preview of generate.py", PREVIEW_MARKER)
 SUMMARY_KIND = make_json_kind(
     "a summary of generate.py --prompt_file", "made", "there already", "go on with"
 )

@@ -1,0 +1,217 @@
+"""LoRAs chosen by requests: which may be named, their jobs, and the videos of two ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.pipelines import resolve_argv
+from tests.refusals import check_refusals
+from tests.serve.jobs import PROMPT, IdleRanks, Jobs
+from tests.serve.serving import Faults, ServiceProcess, generate_frames, read_frames
+from wan.serve import ranks
+from wan.serve.service import Limits
+
+WIDTH = 240  # of the tiny A14B network
+LAYER = "blocks.0.self_attn.q"
+FLAGS = ["--size", "64*64", "--frame_num", "5", "--sample_steps", "2"]
+
+
+def save_lora(path: Path, seed: int, strength: float = 0.05) -> Path:
+    """Saves a LoRA of all attention layers of the tiny network."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for block in range(2):
+        for name in ("self_attn.q", "self_attn.v", "self_attn.o", "cross_attn.v", "cross_attn.o"):
+            layer = f"blocks.{block}.{name}"
+            draw = torch.randn(2, WIDTH, 4, generator=generator)
+            tensors[f"{layer}.lora_down.weight"] = draw[0].T.contiguous() * strength * 20
+            tensors[f"{layer}.lora_up.weight"] = draw[1].contiguous() * strength
+    save_file(tensors, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of LoRAs: two good ones, one for an expert, and a damaged one."""
+    folder = tmp_path_factory.mktemp("loras")
+    for seed, name in enumerate(("a", "b", "c_high_noise")):
+        save_lora(folder / f"{name}.safetensors", seed)
+    save_file({f"{LAYER}.diff": torch.zeros(WIDTH, WIDTH)}, folder / "whole.safetensors")
+    (folder / "damaged.safetensors").write_bytes(b"no header")
+    return folder
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, tiny: Any, folder: Path) -> Jobs:
+    flags = ["--ckpt_dir", str(tiny("t2v-A14B")), "--lora_folder", str(folder)]
+    return Jobs(tmp_path / "jobs", Limits(batch_size=1), flags=flags)
+
+
+async def test_the_list(jobs: Jobs, folder: Path) -> None:
+    status, _, answer = await jobs.request("/v1/loras")
+    assert (status, answer["object"]) == (200, "list")
+    loras = {lora.pop("name"): lora for lora in answer["data"]}
+    assert [*loras] == ["a", "b", "c_high_noise", "damaged", "whole"]
+    content = (folder / "a.safetensors").read_bytes()
+    assert loras["a"] == {
+        "bytes": len(content),
+        "experts": ["high_noise", "low_noise"],
+        "kind": "LoRA",
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "error": None,
+    }
+    assert loras["c_high_noise"]["experts"] == ["high_noise"]
+    assert "difference of whole weights" in loras["whole"]["error"]
+    assert "damaged" in loras["damaged"]["error"]
+    assert str(folder) not in json.dumps(answer)
+
+
+async def test_without_a_folder(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs")
+    assert (await jobs.request("/v1/loras"))[2] == {"object": "list", "data": []}
+    status, _, answer = await jobs.request("/v1/videos", {"prompt": PROMPT, "lora": {"name": "a"}})
+    assert (status, answer["error"]["param"]) == (400, "lora")
+    assert "--lora_folder" in answer["error"]["message"]
+
+
+async def test_refused_before_queueing(jobs: Jobs, folder: Path) -> None:
+    values: dict[str, Any] = {
+        "unknown": "nothing",
+        "another folder": "../a",
+        "a path": str(folder / "a.safetensors"),
+        "a key for paths": {"name": "a", "path": "/x"},
+        "a scale": {"name": "a", "scale": "much"},
+        "an expert": {"name": "c_high_noise", "expert": "low_noise"},
+        "both experts": {"name": "c_high_noise", "expert": "both"},
+        "whole weights": {"name": "whole"},
+        "damaged": {"name": "damaged"},
+    }
+    sentences = {}
+    for case, value in values.items():
+        for key in ("lora", "loras"):
+            body = {"prompt": PROMPT, key: value}
+            status, _, answer = await jobs.request("/v1/videos", body)
+            assert (status, answer["error"]["param"]) == (400, key), (case, answer)
+        sentences[case] = answer["error"]["message"]
+    check_refusals("LoRAs of requests", sentences)
+    assert not jobs.service.journal.count_states()
+    assert not [*(jobs.folder / "jobs").iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lora", {"name": "a", "scale": 0.5}),
+        ("lora", {"lora_name": "a", "lora_scale": 0.5, "int_id": 3}),
+        ("loras", [{"adapter": "a", "scale": "0.5", "expert": None}]),
+        ("video_lora", ["a=0.5"]),
+        ("extra_body", {"lora": '{"name": "a", "scale": 0.5}'}),
+    ],
+)
+async def test_every_form_is_the_same_job(jobs: Jobs, field: str, value: Any) -> None:
+    name = await jobs.create({field: value})
+    job = jobs.service.journal.get(name)
+    assert job is not None
+    assert job.settings["video_lora"] == [{"name": "a", "scale": 0.5}]
+    video = (await jobs.request(f"/v1/videos/{name}"))[2]
+    assert video["lora"] == job.settings["video_lora"]
+
+
+async def test_no_lora(jobs: Jobs) -> None:
+    for value in (None, {}, []):
+        job = jobs.service.journal.get(await jobs.create({"lora": value}))
+        assert job is not None and "video_lora" not in job.settings
+
+
+async def test_jobs_of_the_same_loras_follow_each_other(jobs: Jobs) -> None:
+    """As jobs of one size do; a remix has the LoRAs of its video."""
+    idle_ranks: Any = IdleRanks()
+    jobs.service.rank_group = idle_ranks
+    chosen = ["a", "b", "a=0.5", "b", "a", "", "a"]
+    names = [await jobs.create({"video_lora": [x] if x else []}) for x in chosen]
+    started = []
+    while jobs.service.journal.count_states().get("in_progress"):
+        started.append(idle_ranks.job_groups[-1][0]["job"])
+        jobs.complete(started[-1])
+    order = [chosen[names.index(name)] for name in started]
+    assert order == ["a", "a", "a", "b", "b", "a=0.5", ""]
+    status, _, remix = await jobs.request(f"/v1/videos/{names[0]}/remix", {"prompt": "other"})
+    assert (status, remix["lora"]) == (200, [{"name": "a", "scale": 1.0}])
+    assert idle_ranks.job_groups[-1][0]["settings"]["video_lora"] == remix["lora"]
+
+
+async def test_the_journal_brings_them_back(jobs: Jobs, tiny: Any, folder: Path) -> None:
+    name = await jobs.create({"lora": [{"name": "b", "scale": -1}]})
+    await jobs.service.journal.save(10)
+    jobs.service.journal.close()
+    flags = ["--ckpt_dir", str(tiny("t2v-A14B")), "--lora_folder", str(folder)]
+    job = Jobs(jobs.folder, flags=flags).service.journal.get(name)
+    assert job is not None and job.settings["video_lora"] == [{"name": "b", "scale": -1.0}]
+
+
+def test_ranks_compare_the_content(tmp_path: Path, tiny: Any) -> None:
+    """Folders with the same names on two machines, and other content, are different runs."""
+    hashes = []
+    for seed in (0, 0, 1):
+        folder = tmp_path / str(len(hashes))
+        folder.mkdir()
+        save_lora(folder / "a.safetensors", seed)
+        argv = ["--ckpt_dir", tiny("t2v-A14B"), *FLAGS, "--lora_folder", folder, "--base_seed", 1]
+        hashes.append(ranks._hash_run(resolve_argv([*argv, "--video_lora", "a"])))
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.xdist_group("serve")
+def test_two_ranks(tmp_path: Path, tiny: Any, folder: Path) -> None:
+    """Alternating LoRAs and failed jobs: the frames of `generate.py --lora`, and of none."""
+    common = ["--ckpt_dir", tiny("t2v-A14B"), *FLAGS, "--dit_fsdp"]
+    start = [*common, "--prompt", PROMPT, "--base_seed", 1, "--ulysses_size", 2]
+    merged = {}
+    for name in ("a", "b", "none"):
+        lora = [] if name == "none" else ["--lora", folder / f"{name}.safetensors"]
+        merged[name] = generate_frames(tmp_path / f"{name}.mp4", *start, *lora, ranks=2)
+    assert np.abs(merged["a"].astype(int) - merged["b"]).mean() > 3
+    step, read = "wan.pipeline.denoise:apply_guidance", "wan.pipeline.video_loras:VideoLoraLoader"
+    solver = "wan.pipeline.denoise:DenoisingLoop._check_finite"
+    faults = Faults(tmp_path / "faults", step, f"{read}.read", solver)
+    options = ["--lora_folder", folder, "--lora_cache", "0.0001"]
+    journal = tmp_path / "journal"
+    with ServiceProcess(journal, 2, options, common, path=faults.path) as service:
+
+        def make(name: str) -> dict[str, Any]:
+            lora = {} if name == "none" else {"lora": {"name": name}}
+            return service.wait_for_video(service.create(prompt=PROMPT, seed=1, **lora))
+
+        frames: dict[str, list[np.ndarray]] = {name: [] for name in merged}
+        pids = service.list_rank_pids()
+        for name in ("a", "b", "none", "a", "none", "b"):
+            if len(frames["a"]) == 2:  # read again, on one rank only; then fail in a step
+                for place in (f"{read}.read", solver):
+                    faults.arm(1, place, "raise")
+                    video = make("a")
+                    assert (video["status"], faults.is_armed) == ("failed", False)
+            video = make(name)
+            assert video["status"] == "completed", video
+            frames[name].append(read_frames(journal / "jobs" / video["id"] / "video.mp4"))
+        assert service.list_rank_pids() == pids
+        faults.arm(1, step, "kill")  # the ranks end, and the job is made again with its LoRA
+        frames["a"].append(read_frames(journal / "jobs" / make("a")["id"] / "video.mp4"))
+        record = json.loads((journal / "jobs" / video["id"] / "video.json").read_text())
+    for name, videos in frames.items():
+        assert all(np.array_equal(videos[0], other) for other in videos), name
+        difference = np.abs(videos[0].astype(int) - merged[name])
+        assert difference.mean() < 0.1, (name, difference.mean(), difference.max())
+    assert np.array_equal(frames["none"][0], merged["none"])
+    content = (folder / "b.safetensors").read_bytes()
+    (entry,) = record["video_lora"]
+    assert (entry["name"], entry["scale"]) == ("b", 1.0)
+    assert entry["sha256"] == hashlib.sha256(content).hexdigest()

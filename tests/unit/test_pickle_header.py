@@ -1,0 +1,114 @@
+"""PyTorch files, read without torch: `torch.load(weights_only=True)` is the oracle."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.refusals import check_refusals, get_refusal
+from wan.checkpoint.headers import read_file_headers
+from wan.checkpoint.load import DTYPES, open_sources
+
+BASE = torch.arange(24.0)
+CONTENTS: dict[str, Any] = {
+    **{name: {"x": BASE[:8].to(dtype)} for name, dtype in DTYPES.items()},
+    "views": {"a": BASE[2:14].view(3, 4), "b": BASE.view(4, 6).t(), "c": BASE[::3], "d": BASE},
+    "scalars": {"alpha": torch.tensor(4.0), "empty": torch.empty(0, 3)},
+    "parameters": {"x": nn.Parameter(BASE.bfloat16())},
+    "a network": nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict(),
+    "an ordered dictionary": OrderedDict(x=BASE),
+    "a training state": {"state_dict": {"x": BASE}, "epoch": 3, "optimizer": {"state": [BASE]}},
+    "one nested set": {"generator": {"x": BASE}, "step": 7, "betas": (0.9, 0.99)},
+}
+
+
+def select_tensors(content: Any) -> dict[str, Tensor]:
+    """Returns the tensors of `CONTENTS`."""
+    nested = next((content[key] for key in ("state_dict", "generator") if key in content), content)
+    return dict(nested)
+
+
+@pytest.mark.parametrize("case", CONTENTS)
+def test_tensors_are_those_of_torch(case: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.pt"
+    torch.save(CONTENTS[case], file)
+    expected = select_tensors(torch.load(file, weights_only=True))
+    headers = read_file_headers(file)
+    sources = open_sources(headers)
+    assert headers.keys() == expected.keys()
+    for name, tensor in expected.items():
+        info = headers[name]
+        assert (info.shape, info.nbytes) == (tuple(tensor.shape), tensor.nbytes), name
+        assert DTYPES[info.dtype] == tensor.dtype, name
+        values = sources[name].read(slice(None)).reshape(tensor.shape)
+        assert (
+            torch.equal(values.view(torch.uint8), tensor.view(torch.uint8))
+            if (tensor.itemsize == 1)
+            else torch.equal(values, tensor)
+        ), name
+
+
+def write_archive(path: Path, pickle: bytes, compression: int = zipfile.ZIP_STORED) -> Path:
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("x/data.pkl", pickle)
+        archive.writestr("x/data/0", bytes(96))
+    return path
+
+
+def make_nested_key() -> bytes:
+    """A dictionary whose key is a tuple of 2 ** 60 leaves: its hash would take for ever."""
+    return b"\x80\x02}(K\x01" + b"q\x00h\x00\x86" * 60 + b"K\x01u."
+
+
+def read_saved_pickle(path: Path, content: Any) -> bytes:
+    torch.save(content, path)
+    with zipfile.ZipFile(path) as archive:
+        return archive.read(f"{path.stem}/data.pkl")
+
+
+def test_hostile_and_foreign_files(tmp_path: Path) -> None:
+    pickle = read_saved_pickle(tmp_path / "a.pt", {"x": BASE})
+    writers: dict[str, Callable[[Path], Any]] = {
+        "two sets": lambda path: torch.save({"ema": {"x": BASE}, "generator": {"x": BASE}}, path),
+        "a compressed archive": lambda path: write_archive(path, pickle, zipfile.ZIP_DEFLATED),
+        "another archive": lambda path: zipfile.ZipFile(path, "w").writestr("a", b"b"),
+        "a nested key": lambda path: write_archive(path, make_nested_key()),
+        "a huge memo": lambda path: write_archive(path, b"\x80\x02]r\xff\xff\xff\x7f."),
+        "many values": lambda path: write_archive(path, b"\x80\x02" + b"N" * 1_000_001),
+        "a large pickle": lambda path: write_archive(path, bytes(16_000_001)),
+        "no end": lambda path: write_archive(path, pickle[:-1]),
+        "an unknown opcode": lambda path: write_archive(path, b"\x80\x02\x8f."),
+        "a page": lambda path: path.write_text("<html>not found</html>"),
+        "missing values": lambda path: write_archive(
+            path, pickle.replace(b"\x01\x00\x00\x000", b"\x01\x00\x00\x009")
+        ),
+        "a tensor past its end": lambda path: write_archive(
+            path, pickle.replace(b"K\x18\x85", b"K\x19\x85")
+        ),
+    }
+    messages = {}
+    for case, write in writers.items():
+        path = tmp_path / "x.pt"
+        write(path)
+        messages[case] = get_refusal(read_file_headers, path)
+    check_refusals("weights: PyTorch files without torch", messages)
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    torch.save({"x": BASE}, tmp_path / "x.pt")
+    code = (
+        "import sys; from pathlib import Path; from wan.checkpoint import headers;"
+        "print(*headers.read_file_headers(Path(sys.argv[1])), 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "x.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["x", "False"]

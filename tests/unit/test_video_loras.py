@@ -1,0 +1,313 @@
+"""LoRAs of single videos: computed separately from the weights as if merged, and then gone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.pipelines import build_quick_pipeline, generate_quick_latents
+from tests.refusals import check_refusals, get_refusal
+from tests.unit.test_lora import Q
+from tests.unit.test_lora_kinds import CONVOLUTION, LINEARS, LYCORIS, save_lycoris
+from tests.unit.test_marks import quantise_state
+from wan.app import flag_parser, resolve
+from wan.app.run import Run
+from wan.checkpoint.lora_folder import find_lora_files
+from wan.kernels.int8_linear import W8A8Linear
+from wan.kernels.weight_only_linear import WeightOnlyLinear
+from wan.modules.lora_branch import LoraBranch, add_lora_branches, set_lora_branches
+from wan.pipeline.pipeline import Pipeline
+from wan.settings.errors import InputError
+from wan.settings.values import read_video_loras
+
+TASK = ["--task", "t2v-1.3B"]
+ARGUMENTS = ["--sample_steps", "2", "--precision", "fp32", "--sample_guide_scale", "3"]
+SINGLE_STEP = ["--sample_steps", "1", "--precision", "fp32", "--sample_guide_scale", "1"]
+OTHER_LAYERS = ("patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0")
+OTHER_LAYERS += ("time_embedding.2", "time_projection.1", "head.head", "blocks.0.cross_attn.k")
+OTHER_LAYERS += ("blocks.1.cross_attn.v", "blocks.0.self_attn.k", "blocks.1.self_attn.v")
+SEPARABLE = ("LoRA", "rsLoRA", "LoHa", "LoKr", "LoKr of 4", "LoKr, factorised")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def weights(tiny: Any) -> dict[str, Tensor]:
+    return load_file(tiny("t2v-1.3B") / "diffusion_pytorch_model.safetensors")
+
+
+def save_pairs(path: Path, weights: Mapping[str, Tensor], layers: Any, seed: int = 0) -> Path:
+    """Saves a LoRA of rank 2 with differences of the biases."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in layers:
+        weight = weights[f"{layer}.weight"]
+        down = torch.randn(2, weight[0].numel(), generator=generator) / 20
+        tensors[f"{layer}.lora_down.weight"] = down.view(2, *weight.shape[1:])
+        up = torch.randn(len(weight), 2, generator=generator) / 20
+        tensors[f"{layer}.lora_up.weight"] = up.view(len(weight), 2, *[1] * (weight.dim() - 2))
+        tensors[f"{layer}.diff_b"] = torch.randn(len(weight), generator=generator) / 20
+    save_file(tensors, path)
+    return path
+
+
+def generate(pipeline: Pipeline, run: Run) -> Tensor:
+    return pipeline.generate_latents(run.params, run.inputs)
+
+
+def resolve_with_loras(run: Run, *loras: str) -> Run:
+    """Returns the run with other LoRAs."""
+    argv = ["--ckpt_dir", run.settings["ckpt_dir"], "--task", run.params.preset.task, *ARGUMENTS]
+    argv += ["--size", "64*64", "--frame_num", "5", "--base_seed", "7", "--device", "cpu"]
+    argv += ["--lora_folder", str(run.setup.lora_options.lora_folder)]
+    argv += [word for lora in loras for word in ("--video_lora", lora)]
+    return resolve.resolve_settings(flag_parser.parse_flags(argv))
+
+
+@pytest.mark.parametrize("kind", SEPARABLE)
+def test_each_kind_is_as_if_merged(
+    kind: str, weights: dict[str, Tensor], tiny: Any, tmp_path: Path, one_thread: None
+) -> None:
+    """In a float32 network to 1e-6 of the predicted velocity; `--lora` merges in float64."""
+    path = tmp_path / "x.safetensors"
+    save_lycoris(kind, weights, path, LINEARS)
+    merged = generate_quick_latents(tiny("t2v-1.3B"), *TASK, *SINGLE_STEP, "--lora", f"{path}=0.3")
+    flags = ["--lora_folder", str(tmp_path), "--video_lora", "x=0.3"]
+    run, pipeline = build_quick_pipeline(tiny("t2v-1.3B"), *TASK, *SINGLE_STEP, *flags)
+    separate = generate(pipeline, run)
+    plain = pipeline.generate_latents(run.params)
+    error = (separate - merged).abs().max() / merged.abs().max()
+    assert error <= 1e-6, error
+    assert (plain - merged).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("layer", OTHER_LAYERS)
+def test_each_layer_has_its_branch(
+    layer: str, weights: dict[str, Tensor], tiny: Any, tmp_path: Path, one_thread: None
+) -> None:
+    """Also layers that are not called as modules, and a bias."""
+    path = save_pairs(tmp_path / "x.safetensors", weights, [layer])
+    merged = generate_quick_latents(tiny("t2v-1.3B"), *TASK, *SINGLE_STEP, "--lora", str(path))
+    flags = ["--lora_folder", str(tmp_path), "--video_lora", "x"]
+    run, pipeline = build_quick_pipeline(tiny("t2v-1.3B"), *TASK, *SINGLE_STEP, *flags)
+    separate, plain = generate(pipeline, run), pipeline.generate_latents(run.params)
+    error = (separate - merged).abs().max() / merged.abs().max()
+    assert error <= 1e-6, error
+    assert error <= (plain - merged).abs().max() / 10
+
+
+@pytest.mark.parametrize("offload", ["false", "block"])
+def test_kept_weights(
+    offload: str, weights: dict[str, Tensor], tiny: Any, tmp_path: Path, one_thread: None
+) -> None:
+    """FP8 weights that stay FP8, against a merge with the same values upcast."""
+    folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "fp8"))
+    file = folder / "diffusion_pytorch_model.safetensors"
+    save_file(quantise_state(load_file(file), "float8")[0], file)
+    loras = tmp_path / "loras"
+    loras.mkdir()
+    path = save_pairs(loras / "x.safetensors", weights, LINEARS)
+    arguments = [*TASK, *SINGLE_STEP, "--offload_model", offload]
+    merged = generate_quick_latents(folder, *arguments, "--lora", str(path))
+    flags = ["--lora_folder", str(loras), "--video_lora", "x", "--fp8_weights", "keep"]
+    run, pipeline = build_quick_pipeline(folder, *arguments, *flags)
+    separate, plain = generate(pipeline, run), pipeline.generate_latents(run.params)
+    assert isinstance(pipeline.experts.get("dit").get_submodule(LINEARS[0]), WeightOnlyLinear)
+    assert (separate - merged).abs().max() <= 1e-6 * merged.abs().max()
+    assert (plain - merged).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["int8", "bf16"])
+def test_layers_of_other_weights(kind: str) -> None:
+    """The product is added to the output of the layer, rounded once."""
+    generator = torch.Generator().manual_seed(0)
+    weight, down, up, x = (
+        torch.randn(shape, generator=generator) for shape in ((6, 8), (2, 8), (6, 2), (2, 3, 8))
+    )
+    layer: Any = nn.Linear(8, 6).bfloat16()
+    if kind == "int8":
+        values, scale = weight.mul(30).round().clamp(-127, 127).to(torch.int8), torch.ones(6) / 30
+        layer = W8A8Linear(values, scale, torch.zeros(6), dtype=torch.bfloat16)
+    down, up, x = down.bfloat16(), up.bfloat16(), x.bfloat16()
+    with torch.no_grad():
+        plain = layer(x)
+        branch = LoraBranch(0.5, {"lora_up": up, "lora_down": down})
+        set_lora_branches(layer, (branch, branch))
+        actual = add_lora_branches(layer, x, layer(x))
+    exact = plain.double() + 2 * 0.5 * (x.double() @ down.double().T) @ up.double().T
+    assert actual.dtype == torch.bfloat16 and actual.shape == plain.shape
+    assert (actual - exact).abs().max() <= 3 * 2**-8 * exact.abs().max()
+
+
+@pytest.fixture
+def several(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> tuple[Run, Pipeline]:
+    """A pipeline whose experts stay loaded, and a run with LoRAs a and b to choose from."""
+    for seed, name in enumerate("ab"):
+        layers = [n.removesuffix(".weight") for n, x in weights.items() if x.dim() == 2]
+        layers = [layer for layer in layers if layer.startswith("blocks.")]
+        save_pairs(tmp_path / f"{name}.safetensors", weights, layers, seed)
+    flags = ["--lora_folder", str(tmp_path), "--offload_model", "false"]
+    return build_quick_pipeline(tiny("t2v-1.3B"), *TASK, *ARGUMENTS, *flags)
+
+
+def test_videos_in_any_order_have_the_bits_of_first_ones(
+    several: tuple[Run, Pipeline], tiny: Any, one_thread: None
+) -> None:
+    """A, B, none, A, both: also with cached keys and values of the same prompt embeddings."""
+    run, pipeline = several
+    network = pipeline.experts.get("dit")
+    text = torch.randn(4, pipeline.text_size[1], generator=torch.Generator().manual_seed(0))
+    actual: dict[str, list[Tensor]] = {}
+    sequence = (("a",), ("b",), (), ("a",), ("a", "b=0.5"), ("a=0",), ())
+    for loras in sequence:
+        chosen = resolve_with_loras(run, *loras)
+        inputs = type(chosen.inputs)(
+            loras=chosen.inputs.loras, prompt_embeds=text, negative_prompt_embeds=text[:2]
+        )
+        latents = pipeline.generate_latents(chosen.params, inputs)
+        actual.setdefault(" ".join(loras), []).append(latents)
+        assert pipeline.experts.get("dit") is network
+    for first, second in (actual["a"], actual[""], (actual["a=0"][0], actual[""][0])):
+        assert torch.equal(first, second)
+    firsts = [latents[0] for name, latents in actual.items() if name != "a=0"]
+    assert all((x - y).abs().max() > 1e-3 for x in firsts for y in firsts if x is not y)
+    fresh = build_quick_pipeline(tiny("t2v-1.3B"), *TASK, *ARGUMENTS)[1]
+    inputs = type(run.inputs)(prompt_embeds=text, negative_prompt_embeds=text[:2])
+    assert torch.equal(fresh.generate_latents(run.params, inputs), actual[""][0])
+
+
+def test_a_failed_video_leaves_no_lora(several: tuple[Run, Pipeline], one_thread: None) -> None:
+    """Whether it fails in a step, or while its LoRAs are attached."""
+    run, pipeline = several
+    plain = pipeline.generate_latents(run.params)
+    chosen = resolve_with_loras(run, "a")
+
+    def fail(step: int, latents: Tensor) -> None:
+        raise RuntimeError("stop")
+
+    inputs = type(run.inputs)(loras=chosen.inputs.loras, callback_on_step_end=fail)
+    with pytest.raises(RuntimeError, match="stop"):
+        pipeline.generate_latents(chosen.params, inputs)
+    (entry,) = chosen.inputs.loras["dit"]
+    entry.lora.deltas["blocks.9.ffn.0.weight"] = entry.lora.deltas.pop("blocks.1.ffn.0.weight")
+    pipeline.video_loras.max_bytes = 0
+    pipeline.video_loras._cache.clear()
+    with pytest.raises(AttributeError):
+        generate(pipeline, chosen)
+    network = pipeline.experts.get("dit")
+    assert not any(vars(x).get("lora_branches") or x._forward_hooks for x in network.modules())
+    assert torch.equal(pipeline.generate_latents(run.params), plain)
+
+
+def test_the_cache_keeps_the_last_ones_within_its_bytes(
+    several: tuple[Run, Pipeline], one_thread: None
+) -> None:
+    run, pipeline = several
+    loader = pipeline.video_loras
+    for name in "ab":
+        loader.read_all(resolve_with_loras(run, name).inputs.loras)
+    both = loader.cached_bytes
+    loader.max_bytes = both * 2 // 3
+    loader.read_all(resolve_with_loras(run, "a=0.5").inputs.loras)  # one entry for all scales
+    assert loader.cached_bytes == both // 2
+    (entry,) = resolve_with_loras(run, "a").inputs.loras["dit"]
+    assert [*loader._cache] == [(entry.sha256, "dit")]
+    loader.max_bytes = 0
+    loader.read_all(resolve_with_loras(run, "b").inputs.loras)
+    assert loader.cached_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["true", "block"])
+def test_experts_with_a_lora_of_the_start(
+    offload: str, tiny: Any, tmp_path: Path, one_thread: None
+) -> None:
+    """The sum of both, in each of two experts; a LoRA named for one is for that one."""
+    folder = tiny("t2v-A14B")
+    files = [*(folder / "high_noise_model").glob("*.safetensors")]
+    tensors = {name: x for file in files for name, x in load_file(file).items()}
+    layers = [n.removesuffix(".weight") for n, x in tensors.items() if x.dim() == 2]
+    layers = [layer for layer in layers if layer.startswith("blocks.")]
+    for seed, name in enumerate(("start", "x_high_noise", "y", "z")):
+        save_pairs(tmp_path / f"{name}.safetensors", tensors, layers, seed)
+    paths = {name: f"{tmp_path}/{name}.safetensors" for name in ("start", "x_high_noise", "y", "z")}
+    arguments = [*ARGUMENTS, "--offload_model", offload, "--lora", paths["start"]]
+    flags = ["--lora", paths["x_high_noise"], "--lora", f"{paths['y']}=-0.5"]
+    merged = generate_quick_latents(
+        folder, "--task", "t2v-A14B", *arguments, *flags, "--lora_low_noise", paths["z"]
+    )
+    flags = ["--lora_folder", str(tmp_path), "--video_lora", "x_high_noise"]
+    flags += ["--video_lora", "y=-0.5", "--video_lora", '{"name": "z", "expert": "low_noise"}']
+    run, pipeline = build_quick_pipeline(folder, "--task", "t2v-A14B", *arguments, *flags)
+    assert [x.name for x in run.inputs.loras["high_noise"]] == ["x_high_noise", "y"]
+    assert [x.name for x in run.inputs.loras["low_noise"]] == ["y", "z"]
+    assert (generate(pipeline, run) - merged).abs().max() <= 2e-6 * merged.abs().max()
+
+
+def test_refused(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
+    folder, outside = tmp_path / "loras", tmp_path / "outside.safetensors"
+    folder.mkdir()
+    save_pairs(folder / "good.safetensors", weights, [Q])
+    save_pairs(folder / "good_low.safetensors", weights, [Q])
+    save_pairs(outside, weights, [Q])
+    (folder / "linked.safetensors").symlink_to(outside)
+    (folder / "inner.safetensors").symlink_to(folder / "good.safetensors")
+    kinds = ("DoRA of rows", "LoHa, DoRA", "LoHa with cores", "LoCon with a core", "GLoRA")
+    for kind in kinds:
+        save_lycoris(kind, weights, folder / f"{kind}.safetensors", (Q, CONVOLUTION))
+    weight = weights[f"{Q}.weight"]
+    wrong = {f"{Q}.lora_down.weight": torch.ones(2, 5), f"{Q}.lora_up.weight": torch.ones(96, 2)}
+    pair = {f"{Q}.lora_down.weight": torch.ones(2, 96), f"{Q}.lora_up.weight": torch.ones(96, 2)}
+    norm = {"blocks.0.self_attn.norm_q.diff": torch.ones(96)}
+    files = {"difference": {f"{Q}.diff": weight.float()}, "wrong": wrong, "norm": pair | norm}
+    for name, tensors in files.items():
+        save_file(tensors, folder / f"{name}.safetensors")
+    assert {"good", "inner"} <= find_lora_files(folder).keys()
+    values = [
+        *("nothing", "../outside", "linked", "good/../good", "good.safetensors", ""),
+        *kinds,
+        *files,
+    ]
+    checks: dict[str, Any] = {value: [{"name": value}] for value in values}
+    checks |= {
+        "an absolute path": [str(outside)],
+        "a path": [{"path": "x"}],
+        "no name": [{"scale": 1}],
+        "an unknown key": [{"name": "good", "strength": 1}],
+        "two names": [{"name": "good", "adapter": "good"}],
+        "a number": 3,
+        "a number for a name": [{"name": 3}],
+        "nan": [{"name": "good", "scale": float("nan")}],
+        "an expert": [{"name": "good", "expert": "dit"}],
+        "an expert of one network": [{"name": "good", "expert": "low_noise"}],
+        "nine": ["good"] * 9,
+        "no JSON": "{x",
+    }
+    base = {"ckpt_dir": tiny("t2v-1.3B"), "task": "t2v-1.3B", "lora_folder": folder}
+
+    def run(value: Any, **settings: Any) -> None:
+        settings = base | settings | {"video_lora": read_video_loras("`video_lora`", value)}
+        resolve.resolve_run(settings, lambda *_: None)
+
+    run(["good", {"lora_name": "inner", "lora_scale": "0.5", "int_id": 1, "expert": None}])
+    sentences = {case: get_refusal(run, value) for case, value in checks.items()}
+    sentences["with compile"] = get_refusal(run, "good", compile=True)
+    for case, path in (("no folder", outside), ("an empty folder", tmp_path)):
+        (tmp_path / "outside.safetensors").unlink(missing_ok=True)
+        sentences[case] = get_refusal(run, "good", lora_folder=path)
+    check_refusals("LoRAs of single videos", sentences)
+    with pytest.raises(InputError, match="lora_folder"):
+        flags = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--video_lora", "good"]
+        resolve.resolve_settings(flag_parser.parse_flags(flags))
+
+
+def test_kinds_are_all_decided() -> None:
+    """Each kind of LyCORIS is tested above, or refused because of a core, magnitudes or size."""
+    others = {k for k in LYCORIS if "DoRA" in k or "core" in k} | {"LoKr, whole", "GLoRA"}
+    assert others | {*SEPARABLE} | {"LoKr, unbalanced"} == LYCORIS.keys()

@@ -1,0 +1,365 @@
+"""Reads names, dtypes, shapes and places of the tensors in PyTorch files, without torch.
+
+`torch.save` writes a zip archive of one pickle (`data.pkl`), which describes the tensors, and of
+their values, uncompressed (`data/0`, ...). The pickle is interpreted here, opcode by opcode: its
+globals are only compared with names, never imported or called.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from wan.checkpoint.tensor_info import TensorInfo, read_file_state
+from wan.settings.errors import InputError
+from wan.settings.values import format_value
+from wan.utils.files import open_regular_file
+
+PICKLE_SUFFIXES = (".pth", ".ckpt", ".pt", ".bin")
+_MAX_PICKLE_BYTES = 16_000_000  # bytes of `data.pkl`; the largest network's has 0.5 MB
+_MAX_OPCODES = 1_000_000  # about 30 for each tensor
+_LOCAL_HEADER_BYTES = 30  # of a zip entry, before its name
+_DTYPES = {  # PyTorch's storage class or dtype -> (safetensors' spelling, bytes of an element)
+    **dict.fromkeys(("DoubleStorage", "float64"), ("F64", 8)),
+    **dict.fromkeys(("FloatStorage", "float32"), ("F32", 4)),
+    **dict.fromkeys(("HalfStorage", "float16"), ("F16", 2)),
+    **dict.fromkeys(("BFloat16Storage", "bfloat16"), ("BF16", 2)),
+    **dict.fromkeys(("LongStorage", "int64"), ("I64", 8)),
+    **dict.fromkeys(("IntStorage", "int32"), ("I32", 4)),
+    **dict.fromkeys(("ShortStorage", "int16"), ("I16", 2)),
+    **dict.fromkeys(("CharStorage", "int8"), ("I8", 1)),
+    **dict.fromkeys(("ByteStorage", "uint8"), ("U8", 1)),
+    **dict.fromkeys(("BoolStorage", "bool"), ("BOOL", 1)),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+}
+_STATE_DICT = "state_dict"
+_GIVE_PLAIN_TENSORS = "give a file of plain tensors, as safetensors"
+_DOWNLOAD_AGAIN = "download it again"
+
+
+class ForeignPickleError(InputError):
+    """A complete PyTorch file holds something other than named tensors."""
+
+
+@dataclass(frozen=True)
+class PickledTensor:
+    """A tensor in a PyTorch file.
+
+    Attributes:
+        dtype: In safetensors' spelling, or PyTorch's name of another dtype.
+        strides: In elements, like `offset`.
+        offset: First element in the storage.
+        storage_offset: First byte of the storage in the file.
+        storage_bytes: Bytes of the storage.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    storage_offset: int
+    storage_bytes: int
+
+
+@dataclass(frozen=True)
+class _Global:
+    """A class or function that a pickle names."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Storage:
+    type_name: str
+    offset: int
+    nbytes: int
+
+
+class _DamagedPickleError(Exception):
+    """A pickle cannot be interpreted; the message is the reason."""
+
+
+def read_pickle_header(path: Path) -> dict[str, TensorInfo]:
+    """Returns the tensors of a PyTorch file by name."""
+    state = read_file_state(path)
+    return {
+        name: TensorInfo(
+            path,
+            name,
+            tensor.dtype,
+            tensor.shape,
+            prod(tensor.shape) * _get_itemsize(tensor.dtype),
+            data_offset=tensor.storage_offset + tensor.offset * _get_itemsize(tensor.dtype),
+            state=state,
+        )
+        for name, tensor in read_pickled_tensors(path).items()
+    }
+
+
+def read_pickled_tensors(path: Path) -> dict[str, PickledTensor]:
+    """Returns the tensors of a PyTorch file, or those of its only dictionary of tensors, by name.
+
+    Raises:
+        ForeignPickleError: The file holds something else.
+        InputError: The file is damaged.
+    """
+    with open_regular_file(path) as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                content = _read_archive(path, file, archive)
+        except zipfile.BadZipFile:
+            file.seek(0)
+            why, remedy = "is no PyTorch file", _DOWNLOAD_AGAIN
+            if (first_bytes := file.read(2)) in (b"PK", b""):  # its directory is at its end
+                why = "is not a complete PyTorch file, but truncated or corrupt"
+            elif first_bytes.startswith(b"\x80"):  # a pickle
+                why = "is not a PyTorch file in the zip format"
+                remedy = "save it again with a current PyTorch"
+            raise InputError(f"{path}", None, why, remedy) from None
+        except InputError:
+            raise
+        except Exception as error:  # a damaged archive or pickle: half a dozen types
+            why = f"cannot be read ({format_value(str(error) or type(error).__name__, str)})"
+            raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN) from None
+    return _select_weights(path, content)
+
+
+def _read_archive(path: Path, file: BinaryIO, archive: zipfile.ZipFile) -> Any:
+    """Returns the unpickled content of an archive, with a `PickledTensor` for each tensor."""
+    entries = {entry.filename: entry for entry in archive.infolist()}
+    root = next(iter(entries), "").partition("/")[0]
+    pickle_entry = entries.get(f"{root}/data.pkl")
+    if pickle_entry is None:
+        why = "is a zip archive, but not one of PyTorch"
+        raise ForeignPickleError(f"{path}", None, why, _GIVE_PLAIN_TENSORS)
+    byte_order = entries.get(f"{root}/byteorder")
+    if byte_order and byte_order.file_size < 16 and archive.read(byte_order) == b"big":
+        raise InputError(f"{path}", None, "is big-endian", "save it on a little-endian machine")
+    if pickle_entry.file_size > _MAX_PICKLE_BYTES:
+        raise _DamagedPickleError(f"more than {_MAX_PICKLE_BYTES // 10**6} MB of names")
+
+    def find_storage(persistent_id: Any) -> _Storage:
+        _, storage_type, key, *_ = persistent_id
+        entry = entries.get(f"{root}/data/{key}")
+        if entry is None:
+            raise _DamagedPickleError(f"{root}/data/{key} is missing")
+        if entry.compress_type != zipfile.ZIP_STORED:
+            why, remedy = "is compressed", "save it again with torch.save"
+            raise InputError(f"{path}", None, why, remedy)
+        file.seek(entry.header_offset)
+        header = file.read(_LOCAL_HEADER_BYTES)
+        name_and_extra = int.from_bytes(header[26:28], "little") + int.from_bytes(
+            header[28:30], "little"
+        )
+        start = entry.header_offset + _LOCAL_HEADER_BYTES + name_and_extra
+        if start + entry.file_size > path.stat().st_size:
+            raise _DamagedPickleError("truncated")
+        return _Storage(storage_type.name.rpartition(" ")[2], start, entry.file_size)
+
+    return _PickleReader(path, find_storage).read(archive.read(pickle_entry))
+
+
+class _PickleReader:
+    """Interprets the opcodes that `torch.save` writes."""
+
+    def __init__(self, path: Path, find_storage: Callable[[Any], _Storage]) -> None:
+        self.path, self.find_storage = path, find_storage
+        self.stack: list[Any] = []
+        self.outer_stacks: list[list[Any]] = []
+        self.memo: dict[Any, Any] = {}
+
+    def read(self, data: bytes) -> Any:
+        """Returns the object that a pickle describes."""
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(io.BytesIO(data))):
+            if count == _MAX_OPCODES:
+                raise _DamagedPickleError(f"more than {_MAX_OPCODES} values")
+            name = opcode.name
+            if name == "STOP":
+                return self.stack.pop()
+            if name in _CONSTANTS:
+                self.stack.append(_CONSTANTS[name]())
+            elif name in _ARGUMENTS:
+                self.stack.append(argument)
+            elif name in _TUPLE_SIZES:
+                size = _TUPLE_SIZES[name]
+                self.stack[-size:] = [tuple(self.stack[-size:])]
+            elif name in ("BINPUT", "LONG_BINPUT"):
+                self.memo[argument] = self.stack[-1]
+            elif name == "MEMOIZE":
+                self.memo[len(self.memo)] = self.stack[-1]
+            elif name in ("BINGET", "LONG_BINGET"):
+                self.stack.append(self.memo[argument])
+            elif name not in ("PROTO", "FRAME"):
+                _HANDLERS.get(name, partial(_refuse_opcode, name))(self, argument)
+        raise _DamagedPickleError("truncated")
+
+    def mark(self, _: Any) -> None:
+        self.outer_stacks.append(self.stack)
+        self.stack = []
+
+    def pop_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.outer_stacks.pop()
+        return items
+
+    def make_tuple(self, _: Any) -> None:
+        items = self.pop_mark()
+        self.stack.append(tuple(items))
+
+    def append(self, _: Any) -> None:
+        item = self.stack.pop()
+        self.stack[-1].append(item)
+
+    def append_all(self, _: Any) -> None:
+        items = self.pop_mark()
+        self.stack[-1].extend(items)
+
+    def set_item(self, _: Any) -> None:
+        key, value = self.stack[-2:]
+        del self.stack[-2:]
+        self.stack[-1][_make_key(key)] = value
+
+    def set_items(self, _: Any) -> None:
+        items = self.pop_mark()
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self.stack[-1][_make_key(key)] = value
+
+    def find_global(self, argument: Any) -> None:
+        if argument is None:  # STACK_GLOBAL
+            module, name = self.stack[-2:]
+            del self.stack[-2:]
+            argument = f"{module} {name}"
+        if argument.split(" ")[0].split(".")[0] != "torch" and argument != _ORDERED_DICT:
+            why = "holds something other than weights and was not opened, because it could run code"
+            raise ForeignPickleError(f"{self.path}", None, why, _GIVE_PLAIN_TENSORS)
+        self.stack.append(_Global(argument))
+
+    def load_persistent(self, _: Any) -> None:
+        self.stack.append(self.find_storage(self.stack.pop()))
+
+    def call(self, _: Any) -> None:
+        """Replaces a call by the tensor or dictionary it makes, and others by their global."""
+        function, arguments = self.stack[-2:]
+        del self.stack[-2:]
+        full_name = function.name if isinstance(function, _Global) else ""
+        name = full_name.rpartition(" ")[2]
+        result: Any = function
+        if full_name == _ORDERED_DICT and not arguments:
+            result = {}
+        elif name.startswith("_rebuild_parameter"):
+            result = arguments[0]
+        elif name in _REBUILD_TENSOR:
+            dtype = arguments[6].name.rpartition(" ")[2] if name == "_rebuild_tensor_v3" else None
+            storage, offset, shape, strides = arguments[:4]
+            result = _make_tensor(storage, offset, (shape, strides), dtype)
+        self.stack.append(result)
+
+    def build(self, _: Any) -> None:
+        """Ignores an object's state, such as the versions of a network's modules."""
+        self.stack.pop()
+
+
+_ORDERED_DICT = "collections OrderedDict"
+_REBUILD_TENSOR = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+}
+_ARGUMENTS = frozenset(
+    ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE")
+)
+_TUPLE_SIZES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_HANDLERS: dict[str, Callable[[_PickleReader, Any], None]] = {
+    "MARK": _PickleReader.mark,
+    "TUPLE": _PickleReader.make_tuple,
+    "APPEND": _PickleReader.append,
+    "APPENDS": _PickleReader.append_all,
+    "SETITEM": _PickleReader.set_item,
+    "SETITEMS": _PickleReader.set_items,
+    "GLOBAL": _PickleReader.find_global,
+    "STACK_GLOBAL": _PickleReader.find_global,
+    "BINPERSID": _PickleReader.load_persistent,
+    "REDUCE": _PickleReader.call,
+    "NEWOBJ": _PickleReader.call,
+    "BUILD": _PickleReader.build,
+}
+
+
+def _refuse_opcode(name: str, reader: _PickleReader, _: Any) -> None:
+    why = f"holds something other than weights (the opcode {name})"
+    raise ForeignPickleError(f"{reader.path}", None, why, _GIVE_PLAIN_TENSORS)
+
+
+def _make_key(key: Any) -> Any:
+    """Returns a key of a dictionary; the hash of nested tuples could take for ever."""
+    return key if isinstance(key, str | int | float | None) else type(key).__name__
+
+
+def _make_tensor(
+    storage: _Storage, offset: Any, axes: tuple[Any, Any], dtype_name: str | None
+) -> PickledTensor | None:
+    """Returns a tensor; None if its storage is too small for it, as for one value for many.
+
+    Args:
+        axes: Its shape and its strides.
+    """
+    shape, strides = axes
+    dtype_name = dtype_name or storage.type_name
+    dtype, itemsize = _DTYPES.get(dtype_name, (f"torch.{dtype_name}", 0))
+    if len(shape) != len(strides) or not all(
+        type(number) is int and number >= 0 for number in (offset, *shape, *strides)
+    ):
+        raise _DamagedPickleError("a tensor without a shape")
+    last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    size = max(last + 1, prod(shape)) * itemsize if prod(shape) else 0
+    if size > storage.nbytes:
+        return None
+    return PickledTensor(
+        dtype, tuple(shape), tuple(strides), offset, storage.offset, storage.nbytes
+    )
+
+
+def _get_itemsize(dtype: str) -> int:
+    return next((size for name, size in _DTYPES.values() if name == dtype), 0)
+
+
+def _select_weights(path: Path, content: Any) -> dict[str, PickledTensor]:
+    """Returns the tensors of a dictionary, or those of its only entry that is one of tensors."""
+
+    def is_weights(value: Any) -> bool:
+        return isinstance(value, Mapping) and bool(value) and not find_foreign_names(value)
+
+    def find_foreign_names(entries: Mapping[Any, Any]) -> list[Any]:
+        return [
+            name
+            for name, value in entries.items()
+            if not (isinstance(name, str) and isinstance(value, PickledTensor))
+        ]
+
+    if isinstance(content, Mapping) and isinstance(content.get(_STATE_DICT), Mapping):
+        content = content[_STATE_DICT]  # training checkpoints nest the weights
+    elif isinstance(content, Mapping) and len(find_foreign_names(content)) == len(content):
+        sets = [name for name, value in content.items() if is_weights(value)]
+        if len(sets) > 1:
+            names = ", ".join(format_value(name, str) for name in sets[:3])
+            why = f"holds {len(sets)} sets of weights ({names})"
+            raise ForeignPickleError(f"{path}", None, why, "save one of them as safetensors")
+        content = content[sets[0]] if sets else content
+    foreign_names = (
+        find_foreign_names(content) if isinstance(content, Mapping) else [type(content).__name__]
+    )
+    if foreign_names:
+        why = f"holds something other than weights ({format_value(foreign_names[0], str)})"
+        raise ForeignPickleError(f"{path}", None, why, _GIVE_PLAIN_TENSORS)
+    return dict(content)
