@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -164,6 +165,13 @@ def test_a_temporary_name_never_follows_a_link(tmp_path: Path) -> None:
     with write_output(tmp_path / "x", TEXT) as temporary:
         temporary.write_text(OURS)
     assert victim.read_text() == "precious" and (tmp_path / "x").read_text() == OURS
+
+
+def test_threads_check_one_folder_at_once(tmp_path: Path) -> None:
+    """As the service does for requests that come together."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: check_folder(tmp_path, "`save_file`", tmp_path), range(200)))
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_ends_of_this_machine_are_known() -> None:
