@@ -178,3 +178,15 @@ class Jobs:
         """Returns the files of the service that hold a text."""
         paths = [path for path in self.folder.rglob("*") if path.is_file()]
         return [path.name for path in paths if text.encode() in path.read_bytes()]
+
+
+async def begin_request(jobs: Jobs, path: str, **headers: str) -> tuple[str, asyncio.Event, Any]:
+    """Requests a video; returns its id, the event that disconnects the client, and the task."""
+    disconnected = asyncio.Event()
+    task = asyncio.create_task(
+        jobs.request(path, {"prompt": PROMPT}, disconnected=disconnected, **headers)
+    )
+    while not (waiting := jobs.service.journal.list_in_state("queued")):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    return waiting[-1].id, disconnected, task
