@@ -19,7 +19,16 @@ from typing import Any
 
 from wan.checkpoint.headers import read_safetensors_metadata, read_safetensors_offsets
 from wan.checkpoint.network_names import select_network
-from wan.checkpoint.tensor_info import E4M3, E5M2, FLOATS, FP8, GGUF, NVFP4, TensorInfo
+from wan.checkpoint.tensor_info import (
+    E4M3,
+    E5M2,
+    FLOATS,
+    FP8,
+    GGUF,
+    NVFP4,
+    SAFETENSORS_SUFFIXES,
+    TensorInfo,
+)
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 from wan.utils.files import open_regular_file
@@ -137,7 +146,7 @@ def _read_layer_formats(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str
         if name.endswith(_COMFY_QUANT_SUFFIX):
             by_file[info.file].append(name)
     for file, names in by_file.items():
-        if file.suffix != ".safetensors":
+        if file.suffix not in SAFETENSORS_SUFFIXES:
             continue
         metadata = read_safetensors_metadata(file, _METADATA_KEY)
         layers = metadata.get("layers") if isinstance(metadata, dict) else None

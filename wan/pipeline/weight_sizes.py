@@ -29,6 +29,7 @@ from wan.checkpoint.tensor_info import (
     FLOATS,
     FP8,
     GGUF,
+    SAFETENSORS_SUFFIXES,
     TensorInfo,
     get_tensor_alignment,
     view_as_bytes,
@@ -92,7 +93,7 @@ class _TensorSizes:
         row_bytes = prod(columns) * _ITEMSIZE[dtype]
         if self.can_map and may_map and info.dtype == dtype and not (info.scale or info.chunks):
             offset = info.data_offset
-            if info.file.suffix == ".safetensors":
+            if info.file.suffix in SAFETENSORS_SUFFIXES:
                 offset = self._read_offsets(info.file)[info.name][2]
             offset += info.first_row * row_bytes
             if offset % get_tensor_alignment(_ITEMSIZE[dtype]) == 0:
