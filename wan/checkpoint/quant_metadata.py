@@ -54,7 +54,10 @@ _GET_ANOTHER = "get another file"
 
 
 def collect_network_tensors(
-    tensors: Mapping[str, TensorInfo], rename: Callable[[str], str], component: str | None = None
+    tensors: Mapping[str, TensorInfo],
+    rename: Callable[[str], str],
+    component: str | None = None,
+    expert: str | None = None,
 ) -> dict[str, TensorInfo]:
     """Attaches scales to quantized weights and renames the tensors of one network.
 
@@ -62,12 +65,13 @@ def collect_network_tensors(
         tensors: By stored name.
         rename: Maps a stored name without prefix to the network's name.
         component: A key of `COMPONENTS`; None: all tensors by their stored names.
+        expert: One of the two DiTs of a file (`NetworkNames.expert`).
 
     Raises:
         InputError: A tensor has an unsupported format, or two tensors get the same name.
     """
     renamed: dict[str, TensorInfo] = {}
-    tensors = tensors if component is None else select_network(tensors, component)
+    tensors = tensors if component is None else select_network(tensors, component, expert)
     for name, info in _attach_scales(tensors).items():
         is_scaled_int8 = info.dtype == "I8" and info.scale is not None
         if info.dtype not in (*FLOATS, *FP8, *GGUF, NVFP4) and not is_scaled_int8:
