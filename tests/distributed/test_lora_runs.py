@@ -101,7 +101,7 @@ def test_a_lora_is_as_if_merged_beforehand(
     ],
 )
 def test_other_kinds_than_pairs(ranks: int, flags: str, tiny: Any, tmp_path: Path) -> None:
-    """LoHa, LoKr and DoRA, also of columns, whose norms need rows of all ranks."""
+    """LoHa, LoKr, GLoRA and DoRA, also of columns, whose norms need rows of all ranks."""
     folder, generator = tiny("t2v-1.3B"), torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -116,11 +116,14 @@ def test_other_kinds_than_pairs(ranks: int, flags: str, tiny: Any, tmp_path: Pat
             tensors |= {f"{layer}.lokr_w1": draw(3, 4)}
             tensors |= {f"{layer}.lokr_w2_a": draw(rows // 3, 2)}
             tensors |= {f"{layer}.lokr_w2_b": draw(2, columns // 4)}
+        elif "cross_attn" in name:
+            tensors |= {f"{layer}.a1.weight": draw(columns, 2), f"{layer}.b1.weight": draw(rows, 2)}
+            tensors |= {f"{layer}.{x}.weight": draw(2, columns) for x in ("a2", "b2")}
         else:
             for number in (1, 2):
                 tensors |= {f"{layer}.hada_w{number}_a": draw(rows, 2)}
                 tensors |= {f"{layer}.hada_w{number}_b": draw(2, columns)}
-        if layer.endswith((".q", "ffn.0")):
+        if layer.endswith(("self_attn.q", "ffn.0")):
             axis = layer.endswith(".q")
             norms = weight.float().norm(dim=int(not axis), keepdim=True)
             tensors[f"{layer}.dora_scale"] = norms * (1 + draw(*norms.shape))

@@ -87,10 +87,12 @@ class Jobs:
         """Returns status, headers and content.
 
         Args:
+            body: JSON, bytes, or a tuple of bytes that are received one after the other.
             disconnected: Set when the client disconnects.
             client: Address of the client.
         """
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        parts = body if isinstance(body, tuple) else (body,)
+        contents = [x if isinstance(x, bytes) else json.dumps(x).encode() for x in parts]
         request_headers = {"host": "localhost", "content-type": "application/json"} | {
             name.lower().replace("_", "-"): value for name, value in headers.items()
         }
@@ -108,7 +110,11 @@ class Jobs:
             "http_version": "1.1",
         }
         messages: list[Message] = []
-        requests = iter([{"type": "http.request", "body": b"" if body is None else content}])
+        left = range(len(parts) - 1, -1, -1)
+        requests = iter(
+            {"type": "http.request", "body": b"" if body is None else x, "more_body": n > 0}
+            for x, n in zip(contents, left, strict=True)
+        )
 
         async def receive() -> Message:
             message = next(requests, None)

@@ -161,6 +161,22 @@ async def test_a_client_that_reconnects_with_its_key(
     assert jobs.get_state(name) == "deleted"
 
 
+@pytest.mark.parametrize(("grace", "abandoned"), [(60.0, []), (0.0, ["a"])])
+async def test_each_disconnect_has_its_own_grace(
+    grace: float, abandoned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, names = ServiceJob("a", {}, key="k"), list[str]()
+    clients = waiters.Waiters(names.append)
+    connections = [clients.wait(job, is_existing) for is_existing in (False, True)]
+    notes = [connection.__enter__() for connection in connections]
+    for seconds, note_disconnect, connection in zip((0.0, grace), notes, connections, strict=True):
+        monkeypatch.setattr(waiters, "REJOIN", seconds)
+        note_disconnect()
+        connection.__exit__(None, None, None)
+    await asyncio.sleep(0.01)
+    assert names == abandoned
+
+
 async def test_who_waits_gets_the_video_until_the_service_stops(jobs: Jobs) -> None:
     name, _, task = await begin_request(jobs, "/v1/videos/generations")
     jobs.complete(name)
@@ -217,10 +233,12 @@ async def test_nothing_of_a_deleted_job_is_left_at_once(jobs: Jobs) -> None:
 @pytest.mark.parametrize("limits", [Limits(keep_days=1), Limits(quota=0)], ids=["days", "quota"])
 async def test_nothing_of_an_expired_job_is_left(limits: Limits, tmp_path: Path) -> None:
     jobs = Jobs(tmp_path / "jobs", limits)
-    name = await jobs.create({"prompt": "zq private zq"})
+    name, newer = await jobs.create({"prompt": "zq private zq"}), await jobs.create()
+    jobs.complete(newer, ended=time.time() - 0.9 * 86400)
     jobs.complete(name, ended=time.time() - 2 * 86400)
     await run_cleanup(jobs, lambda: not jobs.find_files_with("zq private zq"))
     assert jobs.get_state(name) == "deleted"
+    assert jobs.get_state(newer) == ("completed" if limits.quota is None else "deleted")
 
 
 async def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:
@@ -452,7 +470,7 @@ async def test_ranges_of_a_video(jobs: Jobs) -> None:
         "bytes=0-1": (206, b"vi"),
         "Bytes=-2": (206, b"eo"),
         "bytes=1-": (206, b"ideo"),
-        "bytes=9-": (416, b""),
+        "bytes=0-0,9-": (206, b"v"),
         **dict.fromkeys(
             ("bytes", "bytes=", "bytes=a-b", "bytes=3-1", "items=0-1"), (200, b"video")
         ),
@@ -463,6 +481,9 @@ async def test_ranges_of_a_video(jobs: Jobs) -> None:
         status, _, content = await jobs.request(path, Range=value)
         answers[value] = status, content
     assert answers == expected
+    status, headers, answer = await jobs.request(path, Range="bytes=9-,5-6")
+    assert (status, headers["content-range"]) == (416, "bytes */5")
+    assert answer["error"]["code"] == "range_not_satisfiable"
     status, headers, _ = await jobs.request(path, method="HEAD", Range="bytes=0-1")
     assert (status, headers["content-length"]) == (200, "5")
     name, _, task = await begin_request(jobs, "/v1/videos/sync", Range="bytes=0-1")

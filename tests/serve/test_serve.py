@@ -112,6 +112,23 @@ def test_create_poll_and_fetch(served: ServiceProcess, own: np.ndarray, tmp_path
     assert headers["content-type"] == "video/mp4"
 
 
+def test_events_of_stages_and_steps(served: ServiceProcess) -> None:
+    """The stages that the ranks report, in their order, and every step."""
+    video = served.create(num_inference_steps=3)
+    status, headers, text = served.request(f"/v1/videos/{video}/events")
+    assert status == 200 and headers.get_content_type() == "text/event-stream"
+    blocks = [
+        dict(line.split(": ", 1) for line in block.splitlines() if line)
+        for block in text.decode().strip().split("\n\n")
+    ]
+    events = [(block["event"], json.loads(block["data"])) for block in blocks if "event" in block]
+    stages = [event["stage"] for kind, event in events if kind == "stage"]
+    assert {"denoising", "decoding", "writing"} <= {*stages}
+    assert stages.index("denoising") < stages.index("decoding")
+    assert [event["done"] for kind, event in events if kind == "step"] == [1, 2, 3]
+    assert events[-1] == ("end", served.request(f"/v1/videos/{video}")[2])
+
+
 def test_a_preview_while_a_video_is_generated(served: ServiceProcess) -> None:
     """The newest picture, until the job is deleted."""
     video = served.create(num_inference_steps=40, preview=2)
@@ -158,8 +175,8 @@ def test_deleted_and_abandoned_videos_end(served: ServiceProcess) -> None:
         with pytest.raises(openai.NotFoundError):
             client.videos.retrieve(video)
     folder = served.folder / "jobs"
-    served.wait(lambda: not (folder / running).exists(), 10)
-    assert not (folder / queued).exists() and served.health()["running"] == 0
+    served.wait(lambda: not (folder / running).exists() and not (folder / queued).exists(), 10)
+    assert served.health()["running"] == 0  # the queued one may have been started meanwhile
     folders_before = {*folder.iterdir()}
     body = json.dumps({"prompt": PROMPT, **LONG}).encode()
     with open_connection(served.port, make_post_request(len(body), body, "/v1/videos/sync")):

@@ -99,12 +99,23 @@ def test_a_port_in_use(folder: Path, capsys: Capsys) -> None:
 def test_options(folder: Path, capsys: Capsys) -> None:
     """Options that contradict each other, or that are for one video only."""
     (folder / "short").write_text("k" * 15)
+    (folder / "base64").write_text("whsec_" + "ä" * 15)
     rows = (
         "--node_address a:1",
         "--nodes 2 --ranks 2",
         "--nodes 2 --ranks 3",
         "--host 0.0.0.0",
         "--ranks 0",
+        "--webhook_hosts *",
+        "--webhook_hosts a:b --webhook_secret_file short",
+        "--webhook_hosts a/b",
+        "--webhook_hosts ü",
+        "--webhook_hosts hooks.example --webhook_secret_file short",
+        "--webhook_hosts hooks.example --webhook_secret_file base64",
+        "--webhook_secret_file short",
+        "--store nowhere://x",
+        "--store short/x",
+        "--store videos/jobs",
         "--api_key none",
         "--api_key short",
         "--host 0.0.0.0 --api_key short",

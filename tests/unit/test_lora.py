@@ -389,9 +389,8 @@ def test_a_file_that_changes_after_the_check(tiny: Any, tmp_path: Path) -> None:
     def source(use: Any, adapters: Any) -> Any:
         if use is merge_loras:
             return merge_loras(base, adapters)[f"{Q}.weight"]
-        return open_lora_sources({Q: adapters[0].deltas[f"{Q}.weight"]}, torch.float32)[
-            f"{Q}.lora_up"
-        ]
+        deltas = {Q: adapters[0].deltas[f"{Q}.weight"]}
+        return open_lora_sources(deltas, torch.float32, base)[f"{Q}.lora_up"]
 
     for use, mapped_before in product((merge_loras, open_lora_sources), (True, False)):
         path.unlink(missing_ok=True)

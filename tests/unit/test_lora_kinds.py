@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from lycoris.modules.glora import GLoRAModule
 from lycoris.modules.locon import LoConModule
 from lycoris.modules.loha import LohaModule
 from lycoris.modules.lokr import LokrModule
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from benchmarks import adapter_kinds
 from tests.pipelines import build_quick_pipeline, generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_lora import Q
@@ -71,9 +73,9 @@ def merge_with_lycoris(module_class: Any, layer: Any, seed: int, **options: Any)
             merged = (module(eye) - layer.bias).T
         else:
             change = (
-                module.make_weight() * module.scale
-                if module_class is LoConModule
-                else module.get_weight(module.shape)
+                module.get_weight(module.shape)
+                if module_class in (LohaModule, LokrModule)
+                else module.make_weight() * (module.scale if module_class is LoConModule else 1)
             )
             merged = layer.weight + change
             if options.get("weight_decompose"):
@@ -97,6 +99,7 @@ LYCORIS: dict[str, tuple[Any, dict[str, Any]]] = {
     "LoKr, factorised": (LokrModule, {"factor": 8, "decompose_both": True}),
     "LoKr with a core": (LokrModule, {"factor": 4, "use_tucker": True}),
     "LoKr, unbalanced": (LokrModule, {"factor": 4, "unbalanced_factorization": True}),
+    "GLoRA": (GLoRAModule, {}),
     "LoKr, DoRA of columns": (LokrModule, {"weight_decompose": True, "wd_on_out": False}),
 }
 
@@ -134,6 +137,23 @@ def check_merged(sources: Any, expected: dict[str, Tensor], weights: dict[str, T
         base = weights[name].double()
         error = (sources[name].read(slice(None)).double() - exact).abs().max()
         assert error <= TOLERANCE * (exact - base).abs().max(), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_files_add_up_in_any_order(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
+    """A DoRA's change is that of the checkpoint's weight, whatever other files add to it."""
+    name, files = f"{Q}.weight", list[str]()
+    base = weights[name].double()
+    total = base.clone()
+    for kind in ("LoRA", "DoRA of rows", "DoRA of columns"):
+        files.append(str(tmp_path / f"{kind}.safetensors"))
+        total += save_lycoris(kind, weights, Path(files[-1]), (Q,), "lycoris_")[name] - base
+    checkpoint = inspect_checkpoint(tiny("t2v-1.3B"))
+    tensors = checkpoint.experts["dit"].tensors
+    for order in (files, files[::-1]):
+        adapters = lora.resolve_loras({"lora": tuple(order)}, checkpoint)["dit"]
+        merged = merge_loras(open_sources(tensors), adapters)[name]
+        check_merged({name: merged}, {name: total}, weights)
 
 
 @pytest.mark.parametrize("kind", LYCORIS)
@@ -176,11 +196,13 @@ def test_beside_a_kept_weight(
             delta = -0.5 * (merged - weights[name].double())
             changes[name] = changes.get(name, 0) + delta
     deltas = lora.collect_deltas(adapters)
+    base_sources = open_sources(inspect_checkpoint(tiny("t2v-1.3B")).experts["dit"].tensors)
     generator = torch.Generator().manual_seed(0)
     for layer in LINEARS:
         weight = weights[f"{layer}.weight"]
         shapes = list_factor_shapes(deltas[f"{layer}.weight"])
-        sources = open_lora_sources({layer: deltas[f"{layer}.weight"]}, torch.float32)
+        layer_deltas = {layer: deltas[f"{layer}.weight"]}
+        sources = open_lora_sources(layer_deltas, torch.float32, base_sources)
         factors = {n: sources[f"{layer}.{n}"].read(slice(None)) for n in shapes}
         assert {name: tuple(x.shape) for name, x in factors.items()} == shapes
         linear = WeightOnlyLinear(
@@ -210,7 +232,10 @@ def make_network(weights: dict[str, Tensor]) -> nn.Module:
 PEFT: dict[str, dict[str, Any]] = {
     "LoRA": {},
     "rsLoRA": {"use_rslora": True, "alpha_pattern": {"q": 2}},
-    "patterns": {"alpha_pattern": {"ffn.0": 5, "^blocks.1.*o": 2}, "rank_pattern": {"q": 1}},
+    "patterns": {
+        "alpha_pattern": {".n.0": 9, "ffn.0": 5, "^blocks.1.*o": 2},
+        "rank_pattern": {"q": 1},
+    },
     "DoRA": {"use_dora": True},
     "DoRA of patterns": {"use_dora": True, "alpha_pattern": {"q": 9}},
     "biases": {"bias": "all"},
@@ -257,6 +282,19 @@ def test_peft(kind: str, weights: dict[str, Tensor], tiny: Any, tmp_path: Path) 
     check_merged(sources, {name: expected[name] for name in sources}, weights)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_all_kinds_of_both_libraries() -> None:
+    """Equal to the library's weights, or refused; as in the documents' table."""
+    recorded = json.loads(adapter_kinds.RECORD.read_text())["results"]
+    rows = adapter_kinds.list_rows()
+    assert [row.kind for row in rows] == [row["kind"] for row in recorded]
+    for row, expected in zip(rows, recorded, strict=True):
+        assert (row.error is None) == (expected["error"] is None), row
+        assert row.error is None or row.error <= TOLERANCE, row
+        assert row.text == expected["text"] or "scikit-learn" in row.text, row
+
+
 @pytest.fixture(scope="module")
 def fp8(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The tiny checkpoint with scaled FP8 weights."""
@@ -270,10 +308,10 @@ def fp8(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_runs_with_kept_weights(
     fp8: Path, weights: dict[str, Tensor], tmp_path: Path, one_thread: None
 ) -> None:
-    """The latents of merged LoKr and LoHa weights; DoRA is refused before anything is loaded."""
+    """The latents of merged weights; DoRA is refused before anything is loaded."""
     path, arguments = tmp_path / "x.safetensors", ["--sample_steps", "1", "--precision", "fp32"]
     plain = generate_quick_latents(fp8, *arguments)
-    for kind, offload in product(("LoKr", "LoHa"), ("false", "block")):
+    for kind, offload in (*product(("LoKr", "LoHa"), ("false", "block")), ("GLoRA", "block")):
         save_lycoris(kind, weights, path, LINEARS)
         flags = [*arguments, "--lora", f"{path}=0.2", "--offload_model", offload]
         merged = generate_quick_latents(fp8, *flags, "--fp8_weights", "upcast")

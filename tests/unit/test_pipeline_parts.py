@@ -103,6 +103,17 @@ def test_clip_features_are_those_of_transformers(tiny, tmp_path: Path) -> None:
     assert all(torch.equal(features, expected) for features in results)
 
 
+def test_damaged_clip_files_are_refused(tiny, tmp_path: Path) -> None:
+    """A layer without a number, and sizes that no network has."""
+    state = torch.load(next(tiny("i2v-14B").glob("models_clip*.pth")))
+    patches, path = "visual.patch_embedding.weight", tmp_path / "clip.safetensors"
+    shapes = ((160, 3, 0, 0), (0, 3, 14, 14), (250, 3, 14, 14))
+    cases = [{patches: torch.zeros(shape)} for shape in shapes]
+    for changed in ({"visual.transformer.x.norm1.bias": torch.zeros(160)}, *cases):
+        save_file(state | changed, path)
+        assert "no CLIP vision network" in get_refusal(clip.make_clip_spec, path), changed.keys()
+
+
 def test_i2v_channels() -> None:
     """4 mask channels (1 for the given frame), then the encoded [image, grey, grey, ...]."""
     r, image, videos = request("i2v-A14B", image_size=(200, 150)), noise(200, 150), []
@@ -342,9 +353,11 @@ def test_a_full_disk_while_latents_are_written(tmp_path: Path) -> None:
 def test_stages_inside_stages_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 4.0, 10.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    stages = log.StageTimer()
+    stages, names = log.StageTimer(), list[str]()
+    stages.on_stage = names.append
     with stages("text"), stages("loading"):
         pass
+    assert names == ["text", "loading", "text"]
     assert stages.seconds == {"loading": 3.0, "text": 7.0}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -450,6 +451,16 @@ def test_damaged_tokenizers_are_refused(spiece: Path, tiny: Any, tmp_path: Path)
     assert not {
         name: message for name, message in messages.items() if not sentence.fullmatch(message)
     }
+
+
+def test_a_panic_of_the_tokenizers_library_is_a_refusal(tiny: Any, tmp_path: Path) -> None:
+    """Its template names a token that it does not have."""
+    folder = Path(shutil.copytree(tiny("t2v-1.3B") / "google" / "umt5-xxl", tmp_path / "x"))
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["post_processor"]["special_tokens"] = {}
+    file.write_text(json.dumps(tokenizer))
+    assert "no usable tokenizer" in get_refusal(text.load_tokenizer, folder)
 
 
 @pytest.mark.parametrize("kind", ["UINT8", "INT8", "INT32"])

@@ -323,7 +323,7 @@ def test_refused(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
     save_pairs(outside, weights, [Q])
     (folder / "linked.safetensors").symlink_to(outside)
     (folder / "inner.safetensors").symlink_to(folder / "good.safetensors")
-    kinds = ("DoRA of rows", "LoHa, DoRA", "LoHa with cores", "LoCon with a core")
+    kinds = ("DoRA of rows", "LoHa, DoRA", "LoHa with cores", "LoCon with a core", "GLoRA")
     for kind in kinds:
         save_lycoris(kind, weights, folder / f"{kind}.safetensors", (Q, CONVOLUTION))
     weight = weights[f"{Q}.weight"]
@@ -374,5 +374,5 @@ def test_refused(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
 
 def test_kinds_are_all_decided() -> None:
     """Each kind of LyCORIS is tested above, or refused because of a core, magnitudes or size."""
-    others = {k for k in LYCORIS if "DoRA" in k or "core" in k} | {"LoKr, whole"}
+    others = {k for k in LYCORIS if "DoRA" in k or "core" in k} | {"LoKr, whole", "GLoRA"}
     assert others | {*SEPARABLE} | {"LoKr, unbalanced"} == LYCORIS.keys()

@@ -79,7 +79,8 @@ class WeightDelta:
         scale: Factor of the matrix or the product; includes the LoRA's strength, but for a DoRA.
         matrices: Two for a product, otherwise one.
         operation: "add" the matrix; the product of two matrices by elements ("hadamard", LoHa) or
-            of Kronecker ("kronecker", LoKr); or "replace" the parameter by the matrix.
+            of Kronecker ("kronecker", LoKr); the weight times the matrix ("multiply", GLoRA); or
+            "replace" the parameter by the matrix.
         magnitude: DoRA's norms of the rows or columns of the changed weight.
         is_of_rows: Whether the magnitude is of rows.
         strength: The LoRA's, of a DoRA.
@@ -87,7 +88,7 @@ class WeightDelta:
 
     scale: float
     matrices: tuple[Matrix, ...]
-    operation: Literal["add", "hadamard", "kronecker", "replace"] = "add"
+    operation: Literal["add", "hadamard", "kronecker", "multiply", "replace"] = "add"
     magnitude: TensorInfo | None = None
     is_of_rows: bool = True
     strength: float = 1.0
@@ -104,7 +105,7 @@ class WeightDelta:
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """None if the tensors do not fit each other."""
+        """Of the weight, of "multiply" of the matrix; None if the tensors do not fit each other."""
         shapes = [matrix.shape for matrix in self.matrices]
         first, last = shapes[0], shapes[-1]
         if first is None or last is None:
@@ -122,19 +123,19 @@ class WeightDelta:
     @property
     def needs_base(self) -> bool:
         """Whether the delta depends on the weight."""
-        return self.magnitude is not None or self.operation == "replace"
+        return self.magnitude is not None or self.operation in ("multiply", "replace")
 
     @property
     def is_separable(self) -> bool:
         """Whether a layer can add its output to that of the unchanged weight, in less memory."""
-        if self.needs_base or self.shape is None:
+        if self.magnitude is not None or self.operation == "replace" or self.shape is None:
             return False
         if self.operation == "kronecker":
             sizes = [prod(matrix.shape or ()) for matrix in self.matrices]
             return 2 * sum(sizes) <= prod(self.shape)
         if any(isinstance(x, StoredMatrix) or x.core is not None for x in self.matrices):
             return False
-        return self.operation == "add" or 2 * self.rank * sum(self.shape) <= prod(self.shape)
+        return self.operation != "hadamard" or 2 * self.rank * sum(self.shape) <= prod(self.shape)
 
 
 def list_factor_shapes(deltas: Sequence[WeightDelta]) -> dict[str, tuple[int, int]]:
@@ -145,8 +146,9 @@ def list_factor_shapes(deltas: Sequence[WeightDelta]) -> dict[str, tuple[int, in
     """
     shapes: dict[str, tuple[int, int]] = {}
     pairs = [delta for delta in deltas if delta.operation != "kronecker"]
-    if pairs and pairs[0].shape is not None:
-        rows, columns = pairs[0].shape
+    weight_shape = next((x.shape for x in pairs if x.operation != "multiply"), None)
+    if weight_shape is not None:  # GLoRA has a pair of this shape, too
+        rows, columns = weight_shape
         rank = sum(delta.rank for delta in pairs)
         shapes = {"lora_up": (rows, rank), "lora_down": (rank, columns)}
     for index, delta in enumerate(list_kroneckers(deltas)):

@@ -155,9 +155,7 @@ def _check_branches(lora: Lora) -> None:
 
 
 def _needs_merge(delta: WeightDelta, suffix: str) -> bool:
-    if suffix == "bias":
-        return delta.needs_base
-    return not delta.is_separable
+    return delta.needs_base or (suffix != "bias" and not delta.is_separable)
 
 
 def describe_kind(delta: WeightDelta) -> str:
@@ -166,6 +164,8 @@ def describe_kind(delta: WeightDelta) -> str:
         return "a DoRA"
     if delta.operation == "replace":
         return "a whole weight"
+    if delta.operation == "multiply":
+        return "a GLoRA"
     kind = {"hadamard": "LoHa", "kronecker": "LoKr"}.get(delta.operation)
     if kind is None and any(isinstance(matrix, StoredMatrix) for matrix in delta.matrices):
         return "a difference of whole weights"

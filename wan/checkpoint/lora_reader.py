@@ -281,8 +281,8 @@ class LoraReader:
             if info.dtype not in (*FLOATS, *FP8):
                 remedy = f"give it in one of {', '.join((*FLOATS, *FP8))}"
                 raise self.make_error(f"holds {info.name}, which is stored as {info.dtype}", remedy)
-        scale, delta = 1.0, self.make_delta(tensors)
-        if delta is not None:
+        scale, deltas = 1.0, self.make_deltas(tensors)
+        for delta in deltas:
             self.check_shape(delta, f"{name}.weight")
             rank = _find_rank(delta) or settings.find_rank(layer.module_names)
             if rank is not None:
@@ -291,7 +291,8 @@ class LoraReader:
             if "magnitude" in tensors:
                 delta = self.add_magnitude(delta, tensors["magnitude"], name, scale)
             yield f"{name}.weight", delta
-        elif orphan := tensors.get("bias") or tensors.get("magnitude"):
+        orphan = tensors.get("bias") or tensors.get("magnitude")
+        if orphan is not None and not deltas:
             raise self.make_error(f"has {orphan.name}, but no LoRA for this layer", "it is damaged")
         for role, info in tensors.items():
             if role != "bias" and not role.startswith(("difference of ", "whole ")):
@@ -306,21 +307,28 @@ class LoraReader:
             full = WeightDelta(factor * self.strength, (StoredMatrix(info),))
             yield parameter, replace(full, operation="replace") if "whole" in role else full
 
-    def make_delta(self, tensors: Mapping[str, TensorInfo]) -> WeightDelta | None:
-        """Returns a layer's LoRA, LoHa or LoKr, unscaled; None if it has none."""
+    def make_deltas(self, tensors: Mapping[str, TensorInfo]) -> list[WeightDelta]:
+        """Returns a layer's LoRA, LoHa, LoKr or GLoRA, unscaled; [] if it has none."""
         if any(role.startswith("lokr") for role in tensors):
             w1 = self.make_matrix(tensors, "lokr_w1", "lokr_w1_a", "lokr_w1_b")
             w2 = self.make_matrix(tensors, "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
-            return WeightDelta(1.0, (w1, w2), "kronecker")
+            return [WeightDelta(1.0, (w1, w2), "kronecker")]
         if any(role.startswith("hada") for role in tensors):
             factors = [
                 self.make_matrix(tensors, "", f"hada_w{i}_a", f"hada_w{i}_b", f"hada_t{i}")
                 for i in (1, 2)
             ]
-            return WeightDelta(1.0, tuple(factors), "hadamard")
-        if tensors.keys() & {"up", "down", "core"}:
-            return WeightDelta(1.0, (self.make_matrix(tensors, "", "up", "down", "core"),))
-        return None
+            return [WeightDelta(1.0, tuple(factors), "hadamard")]
+        deltas = []
+        if tensors.keys() & {"up", "down", "core", "base_up", "base_down"}:
+            deltas.append(WeightDelta(1.0, (self.make_matrix(tensors, "", "up", "down", "core"),)))
+        if tensors.keys() & {"base_up", "base_down"}:
+            matrix = self.make_matrix(tensors, "", "base_up", "base_down")
+            deltas.append(WeightDelta(1.0, (matrix,), "multiply"))
+            if "magnitude" in tensors:
+                why = f"holds {tensors['magnitude'].name} of a GLoRA, which has none"
+                raise self.make_error(why, "it is damaged")
+        return deltas
 
     def make_matrix(
         self, tensors: Mapping[str, TensorInfo], full: str, up: str, down: str, core: str = ""
@@ -346,7 +354,10 @@ class LoraReader:
     def check_shape(self, delta: WeightDelta, name: str) -> None:
         """Refuses matrices that do not fit the parameter."""
         shape = self.parameter_shapes.get(name, ())
-        if not shape or delta.shape != (shape[0], prod(shape[1:])):
+        expected = (shape[0], prod(shape[1:])) if shape else None
+        if delta.operation == "multiply" and len(shape) > 1:
+            expected = shape[1], shape[1]
+        if expected is None or delta.shape != expected:
             tensors = " and ".join(f"{info.name} {list(info.shape)}" for info in delta.infos)
             why = f"holds {tensors}, which do not fit {name} {list(shape)}"
             raise self.make_error(why, _MISFIT)

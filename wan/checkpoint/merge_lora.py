@@ -29,11 +29,16 @@ ReadValues = Callable[[TensorInfo, slice], Tensor]
 
 
 def open_lora_sources(
-    deltas_by_layer: Mapping[str, Sequence[WeightDelta]], dtype: torch.dtype
+    deltas_by_layer: Mapping[str, Sequence[WeightDelta]],
+    dtype: torch.dtype,
+    weights: TensorSources,
 ) -> dict[str, TensorSource]:
     """Returns sources of the LoRA matrices of weight-only quantized layers.
 
     The matrices are scaled in float64 and rounded once to `dtype`.
+
+    Args:
+        weights: The sources of the network; a GLoRA reads its layer's weight.
     """
     read_values = _open_tensors(delta for deltas in deltas_by_layer.values() for delta in deltas)
 
@@ -41,7 +46,7 @@ def open_lora_sources(
         """Returns rows of a buffer of a layer (`list_factor_shapes`)."""
         deltas = deltas_by_layer[layer]
         factor = (
-            _join_pairs(read_values, deltas, name)
+            _join_pairs(read_values, deltas, name, weights.get(f"{layer}.weight"))
             if name in ("lora_up", "lora_down")
             else _read_kronecker_factor(read_values, list_kroneckers(deltas), name)
         )
@@ -60,7 +65,7 @@ def read_lora_factors(lora: Lora, dtype_of: DtypeRule) -> dict[str, dict[str, Te
     """Returns the factors of a LoRA by layer and name, as in `open_lora_sources`, and its biases.
 
     Args:
-        lora: All its deltas of weights are separable.
+        lora: All its deltas of weights are separable, and none needs the weight.
         dtype_of: Chooses the dtype of a parameter, which its factors get.
     """
     factors: dict[str, dict[str, Tensor]] = {}
@@ -78,13 +83,15 @@ def read_lora_factors(lora: Lora, dtype_of: DtypeRule) -> dict[str, dict[str, Te
         factors.setdefault(layer, {})[suffix] = values.reshape(-1).to(dtype)
         _check_finite(factors[layer][suffix], deltas)
     for dtype, deltas_by_layer in deltas_by_dtype.items():
-        for name, source in open_lora_sources(deltas_by_layer, dtype).items():
+        for name, source in open_lora_sources(deltas_by_layer, dtype, {}).items():
             layer, _, factor = name.rpartition(".")
             factors.setdefault(layer, {})[factor] = source.read(slice(None)).contiguous()
     return factors
 
 
-def _join_pairs(read_values: ReadValues, deltas: Sequence[WeightDelta], name: str) -> Tensor:
+def _join_pairs(
+    read_values: ReadValues, deltas: Sequence[WeightDelta], name: str, base: TensorSource | None
+) -> Tensor:
     """Returns all "up" matrices joined along dim 1, or all "down" along dim 0."""
     matrices = []
     for delta in deltas:
@@ -97,6 +104,10 @@ def _join_pairs(read_values: ReadValues, deltas: Sequence[WeightDelta], name: st
                 matrix = torch.einsum("or,os->ors", matrix, factor).flatten(1)
             else:
                 matrix = torch.einsum("ri,si->rsi", matrix, factor).flatten(0, 1)
+        if delta.operation == "multiply" and name == "lora_up":
+            assert base is not None
+            tiles = _iter_tiles(0, base.shape[0], base.shape[0])
+            matrix = torch.cat([base.read(tile).to(torch.float64) @ matrix for tile in tiles])
         matrices.append(matrix * delta.scale if name == "lora_up" else matrix)
     return torch.cat(matrices, dim=1 if name == "lora_up" else 0)
 
@@ -206,6 +217,10 @@ def _add_delta(
     first = delta.matrices[0]
     if delta.operation == "kronecker":
         values = _read_kronecker_rows(read_values, delta, rows)
+    elif delta.operation == "multiply" and is_low_rank(first):
+        up, down = (read_values(info, slice(None)).flatten(1) for info in first.infos)
+        channels = weight.view(len(weight), len(up), -1)
+        values = torch.einsum("oik,ir,rj->ojk", channels, up, down)
     elif delta.operation == "add" and is_low_rank(first) and first.core is None:
         up, down = read_values(first.up, rows), read_values(first.down, slice(None))
         total.addmm_(up.flatten(1), down.flatten(1), alpha=delta.scale)

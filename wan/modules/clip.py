@@ -69,9 +69,10 @@ def make_clip_spec(path: Path) -> ModelSpec[Any]:
     """
     all_infos = read_headers(path, rename_clip_to_transformers, "image_encoder")
     infos = {name: info for name, info in all_infos.items() if not _match_unused(name)}
-    last = max((int(name.split(".")[2]) for name in infos if name.startswith(_LAYERS)), default=0)
     tensors: dict[str, TensorInfo] = {}
     try:
+        layers = (int(name.split(".")[2]) for name in infos if name.startswith(_LAYERS))
+        last = max(layers, default=0)
         for name, info in infos.items():
             if name.startswith(f"{_LAYERS}{last}."):
                 continue
@@ -87,6 +88,8 @@ def make_clip_spec(path: Path) -> ModelSpec[Any]:
                 tensors[name.replace("to_qkv", projection)] = projection_info
         dim, _, patch_size, _ = tensors["embeddings.patch_embedding.weight"].shape
         mlp_dim, _ = tensors[f"{_LAYERS}0.mlp.fc1.weight"].shape
+        if min(dim, mlp_dim, patch_size) < 1 or dim % _count_heads(dim):
+            raise ValueError("a size of 0, or channels that heads do not divide")
     except (LookupError, ValueError) as error:
         why = f"holds no CLIP vision network (unexpected {error})"
         remedy = "give a file with the weights of CLIP ViT-H/14"
@@ -103,6 +106,10 @@ def add_clip_position_ids(network: Any, sources: TensorSources) -> TensorSources
     return {**sources, "embeddings.position_ids": positions}
 
 
+def _count_heads(dim: int) -> int:
+    return max(1, dim // HEAD_DIM)
+
+
 def _build_clip_network(dim: int, mlp_dim: int, num_layers: int, patch_size: int) -> Any:
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
@@ -110,7 +117,7 @@ def _build_clip_network(dim: int, mlp_dim: int, num_layers: int, patch_size: int
         hidden_size=dim,
         intermediate_size=mlp_dim,
         num_hidden_layers=num_layers,
-        num_attention_heads=max(1, dim // HEAD_DIM),
+        num_attention_heads=_count_heads(dim),
         image_size=IMAGE_SIZE,
         patch_size=patch_size,
         hidden_act="gelu",

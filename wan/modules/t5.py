@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,11 +93,9 @@ def load_tokenizer(path: Path) -> Any:
 
     if path.is_file():
         return _make_unigram_tokenizer(path, read_embedded_tokenizer(path))
-    try:
+    with _refuse_damaged_tokenizer(path):
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         tokenizer("a", padding="max_length", truncation=True, max_length=2)
-    except Exception as error:  # the tokenizers library raises nothing more specific
-        raise _make_tokenizer_error(path, error) from error
     return tokenizer
 
 
@@ -104,12 +104,10 @@ def _make_unigram_tokenizer(path: Path, vocab: UnigramVocab) -> Any:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    try:
+    with _refuse_damaged_tokenizer(path):
         tokenizer = Tokenizer(models.Unigram(vocab.vocab, unk_id=2, byte_fallback=False))
         if vocab.precompiled_charsmap:
             tokenizer.normalizer = normalizers.Precompiled(vocab.precompiled_charsmap)
-    except Exception as error:  # as above
-        raise _make_tokenizer_error(path, error) from error
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
     )
@@ -124,9 +122,16 @@ def _make_unigram_tokenizer(path: Path, vocab: UnigramVocab) -> Any:
     )
 
 
-def _make_tokenizer_error(path: Path, error: Exception) -> InputError:
-    why = f"holds no usable tokenizer ({format_value(error, str)})"
-    return InputError(str(path), None, why, "download it")
+@contextmanager
+def _refuse_damaged_tokenizer(path: Path) -> Iterator[None]:
+    """Turns errors of the tokenizers library into refusals."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises plain Exceptions, and panics are none
+        why = f"holds no usable tokenizer ({format_value(error, str)})"
+        raise InputError(str(path), None, why, "download it") from error
 
 
 def read_text_encoder_spec(path: Path) -> ModelSpec[nn.Module]:

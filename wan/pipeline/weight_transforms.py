@@ -49,7 +49,7 @@ def make_weight_transform(
         return {
             **merge_loras(sources, setup.loras.get(name, ()), unmerged_weights),
             **open_weight_only_sources({layer: info for layer, (info, _) in layers.items()}),
-            **open_lora_sources(lora_changes, compute_dtype),
+            **open_lora_sources(lora_changes, compute_dtype, sources),
         }
 
     return transform

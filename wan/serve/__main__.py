@@ -13,6 +13,7 @@ from wan.app.flag_parser import Parser, parse_flags
 from wan.app.programs import make_argument_type
 from wan.serve.addresses import read_model_name, read_network, read_origin
 from wan.serve.folders import NAME_LENGTH, check_journal_folder
+from wan.serve.webhook_hosts import read_webhook_host
 from wan.settings.command import PlanOptions, PromptFileOptions, ResumeOptions
 from wan.settings.errors import InputError, get_exit_code
 from wan.settings.fields import list_options
@@ -54,6 +55,7 @@ def _parse_service_options(argv: Sequence[str]) -> tuple[argparse.Namespace, lis
         allow_abbrev=False,
     )
     _add_server_options(parser)
+    _add_delivery_options(parser)
     _add_limit_options(parser)
     args = parser.parse_args(service_args)
     if args.ranks % args.nodes:
@@ -131,6 +133,30 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_delivery_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of webhooks and of the store."""
+    parser.add_argument(
+        "--webhook_hosts",
+        type=make_argument_type(read_webhook_host),
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="host to which a request's webhook_url may point: a name, * for all, or an address or "
+        "network, which private addresses must be in; repeatable (default none)",
+    )
+    parser.add_argument(
+        "--webhook_secret_file",
+        type=make_argument_type(read_path),
+        help="file with the secret that signs webhooks; with --webhook_hosts",
+    )
+    parser.add_argument(
+        "--store",
+        type=make_argument_type(read_text_value),
+        metavar="URL",
+        help="folder or fsspec address, such as s3://BUCKET/FOLDER, that completed videos move to",
+    )
+
+
 def _add_limit_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that limit jobs, requests and storage."""
     add, small_int = parser.add_argument, make_argument_type(integer(1, 10_000))
@@ -205,6 +231,7 @@ def run_service(argv: Sequence[str]) -> int:
         why = f"The service needs {error.name}"
         raise InputError(why, remedy="pip install -r requirements-serve.txt") from error
     key = server.read_api_key(options.api_key, options.host)
+    secret = server.read_webhook_secret(options.webhook_secret_file, options.webhook_hosts)
     nodes = server.make_nodes(options.nodes, options.node_address)
     check_journal_folder(options.journal)
     run, user_settings = _resolve_service_run(
@@ -212,7 +239,7 @@ def run_service(argv: Sequence[str]) -> int:
     )
     for notice in run.notices:
         logger.warning(env.make_flag_naming().render(notice))
-    return server.serve_requests(options, user_settings, run, nodes, key)
+    return server.serve_requests(options, user_settings, run, nodes, key, secret)
 
 
 def run_service_cli(argv: Sequence[str] | None = None) -> int:

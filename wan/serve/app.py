@@ -17,12 +17,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from wan.serve.addresses import Network
+from wan.serve.events import MAX_LISTENERS
 from wan.serve.guard import Guard
 from wan.serve.metrics import Metrics
 from wan.serve.repeats import RefusedError
 from wan.serve.responses import answer_disconnect, make_error_response
 from wan.serve.routes import Routes
 from wan.serve.service import Service
+from wan.serve.store import Store
 from wan.settings.errors import InputError
 from wan.utils.log import logger
 
@@ -52,6 +54,8 @@ def make_app(
     api_key: str | None = None,
     most_bytes: int = 64_000_000,
     is_busy: Callable[[], bool] = lambda: False,
+    store: Store | None = None,
+    max_listeners: int = MAX_LISTENERS,
 ) -> ASGIApp:
     """Returns the ASGI application.
 
@@ -65,6 +69,8 @@ def make_app(
         api_key: Required from requests; None: no key is required.
         most_bytes: Maximum size of a request body.
         is_busy: Returns whether only /health and /liveness are answered.
+        store: Has the videos that were uploaded.
+        max_listeners: Maximum of open streams of events.
     """
 
     @asynccontextmanager
@@ -82,7 +88,7 @@ def make_app(
     errors = (RefusedError, InputError, HTTPException, MultiPartException, Exception)
     handlers: dict[Any, Any] = dict.fromkeys(errors, make_error_response)
     handlers[ClientDisconnect] = answer_disconnect
-    routes = Routes(service, metrics).list_routes()
+    routes = Routes(service, metrics, store, max_listeners).list_routes()
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False
     hosts = (*_LOCAL_HOSTS, host, *names)

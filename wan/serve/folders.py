@@ -17,6 +17,8 @@ from wan.utils.files import OutputKind, check_folder, check_output, make_json_ki
 NAME_LENGTH = 63
 """Maximum length of a replica's name, as in Kubernetes."""
 JOB_ID = re.compile(r"video_[\w-]{1,100}", re.ASCII)
+STORED_FILES = ("thumbnail.jpg", "spritesheet.jpg", "video.mp4", "video.json")
+"""Files of a completed job that are uploaded to a store, the record last."""
 UPLOAD_PREFIX = "upload-"
 """Prefix of the names of uploaded files."""
 UPLOAD_KIND = OutputKind("a file of this request", lambda _: False)  # the folder is new

@@ -10,9 +10,13 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wan.serve.addresses import Network, is_in_networks, split_host
+from wan.serve.page_routes import PAGE_FILES
 from wan.serve.repeats import RefusedError
 from wan.serve.responses import make_error_response
+from wan.serve.store import StoreError
 from wan.utils.log import logger
+
+_WITHOUT_KEY = ("/", "/health", "/liveness", *(f"/{name}" for name in PAGE_FILES))
 
 
 class Guard:
@@ -75,10 +79,10 @@ class Guard:
 
         try:
             await self._app(scope, limited_receive, tracked_send)
-        except FileNotFoundError:
+        except (FileNotFoundError, StoreError) as error:
             if not has_started:
                 raise
-            logger.info("A file was deleted before it was sent.")  # uvicorn closes the connection
+            logger.info("A file was not sent as a whole (%s).", error)  # uvicorn disconnects
 
     def _check_request(self, request: Request) -> RefusedError | None:
         host = request.headers.get("host", "")
@@ -94,7 +98,7 @@ class Guard:
         if request.url.path not in ("/health", "/liveness") and self._is_busy():
             message = "Too many requests are in progress; try again."
             return RefusedError(message, 503, "busy", retry_after=5)
-        if self._key is not None and request.url.path not in ("/", "/health", "/liveness"):
+        if self._key is not None and request.url.path not in _WITHOUT_KEY:
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             token = token.strip() if scheme.lower() == "bearer" else ""
             if not hmac.compare_digest(token.encode(), self._key.encode()):

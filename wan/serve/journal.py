@@ -24,6 +24,10 @@ PATIENCE = 5.0
 """Seconds that another program may lock the journal before new jobs are refused."""
 CHECK_SECONDS = 2.0
 """Seconds between two checks of the journal file."""
+_TASKS: dict[str, Callable[[ServiceJob], bool]] = {
+    "webhook": lambda job: job.has_webhook_event,
+    "store": lambda job: job.has_store_task,
+}
 _DAY = 86400.0
 _LAST_WRITE = 5.0  # seconds to write the last changes when the service stops
 
@@ -62,6 +66,7 @@ class Journal:
         self._digests: dict[str, list[str]] = {}  # of jobs without a key
         self._counts: Counter[str] = Counter()
         self._bytes = self._last_number = 0
+        self._tasks: dict[str, dict[str, None]] = {name: {} for name in _TASKS}  # ids of jobs
         self._unwritten: dict[str, None] = {}  # ids of changed jobs, in the order of the changes
         self._change_event, self._flush_lock = asyncio.Event(), asyncio.Lock()
         self._failing_since: float | None = None
@@ -175,10 +180,21 @@ class Journal:
             if not names:
                 del self._digests[entry.digest]
         job.state, job.ended, job.bytes = "deleted", time.time(), 0
-        self._deleted_jobs[job.id] = make_tombstone(job)
-        self._counts["deleted"] += 1
-        self._has_residue = True
+        self._add_tombstone(job)
         self._mark_unwritten(job.id)
+
+    def update_ended(self, name: str, **values: Any) -> None:
+        """Sets fields of an ended job, also of a deleted one; nothing if it is unknown."""
+        job = self._deleted_jobs.get(name)
+        if job is None:
+            job = self._find(name)
+            if job is not None:
+                self.update_job(job, **values)
+            return
+        for column, value in values.items():
+            setattr(job, column, value)
+        self._add_tombstone(job)
+        self._mark_unwritten(name)
 
     def vacuum(self) -> None:
         """Rewrites the file if jobs were deleted since the last time.
@@ -193,7 +209,8 @@ class Journal:
         """Removes the rows of jobs without files that were deleted more than a day ago."""
         cutoff = time.time() - _DAY
         for name, job in [*self._deleted_jobs.items()]:
-            if (job.ended or 0.0) < cutoff and not has_files(name):
+            has_task = any(name in names for names in self._tasks.values())
+            if (job.ended or 0.0) < cutoff and not has_task and not has_files(name):
                 del self._deleted_jobs[name], self._numbers[name]
                 self._counts["deleted"] -= 1
                 self._mark_unwritten(name)
@@ -201,6 +218,19 @@ class Journal:
     def get(self, name: str) -> ServiceJob | None:
         """Returns a job by its id; None if it is deleted or unknown."""
         return self._find(name)
+
+    def get_ended(self, name: str) -> ServiceJob | None:
+        """Returns a job that has ended, also a deleted one; None if there is none."""
+        job = self._deleted_jobs.get(name) or self._find(name)
+        return job if job is not None and job.is_ended else None
+
+    def list_tasks(self, kind: str) -> list[str]:
+        """Returns the ids of ended jobs with a task left: "webhook" or "store"."""
+        return [*self._tasks[kind]]
+
+    def count_tasks(self, kind: str) -> int:
+        """Returns the number of ended jobs with a task left."""
+        return len(self._tasks[kind])
 
     def get_state(self, name: str) -> str | None:
         """Returns the state of a job, also of a deleted one; None if it is unknown."""
@@ -216,19 +246,25 @@ class Journal:
         job = self._find(self._digests.get(digest, [""])[-1])
         return job if job is not None and job.created > since else None
 
-    def list_page(self, after: str | None, limit: int, newest_first: bool) -> list[ServiceJob]:
-        """Returns up to `limit` jobs by age, starting after the id `after`, also a deleted one."""
-        begin, end = 0, len(self._order)
+    def list_page(
+        self, after: str | None, limit: int, newest_first: bool, is_open: bool = False
+    ) -> list[ServiceJob]:
+        """Returns up to `limit` jobs by age, starting after the id `after`, also a deleted one.
+
+        is_open: Only queued and running jobs.
+        """
+        order = self._order
+        if is_open:
+            order = sorted((self._numbers[name], name) for name in self._open_jobs)
+        begin, end = 0, len(order)
         if after is not None:
             number = self._numbers.get(after)
             if number is None:
                 return []
-            end = bisect_left(self._order, (number,))
-            begin = bisect_left(self._order, (number + 1,))
-        if newest_first:
-            names = self._order[max(end - limit, 0) : end][::-1]
-        else:
-            names = self._order[begin : begin + limit]
+            end = bisect_left(order, (number,))
+            begin = bisect_left(order, (number + 1,))
+        newest, oldest = order[max(end - limit, 0) : end][::-1], order[begin : begin + limit]
+        names = newest if newest_first else oldest
         return [job for _, name in names if (job := self._find(name)) is not None]
 
     def list_in_state(self, *states: str) -> list[ServiceJob]:
@@ -288,9 +324,7 @@ class Journal:
                 continue
             self._last_number += 1
             self._numbers[job.id] = self._last_number
-            self._deleted_jobs[job.id] = make_tombstone(job)
-            self._counts["deleted"] += 1
-            self._has_residue = True  # left by an earlier version or a killed process
+            self._add_tombstone(job)  # its residue is of an earlier version or a killed process
             if job.settings:
                 self._mark_unwritten(job.id)
 
@@ -317,9 +351,26 @@ class Journal:
             insort(self._end_times, (job.ended or 0.0, job.id))
         else:
             self._open_jobs[job.id] = job
+        self._index_tasks(job)
         self._counts[job.state] += 1
         self._bytes += job.bytes
         self.version += 1
+
+    def _add_tombstone(self, job: ServiceJob) -> None:
+        """Adds or replaces the tombstone of a deleted job."""
+        if job.id not in self._deleted_jobs:
+            self._counts["deleted"] += 1
+        self._deleted_jobs[job.id] = make_tombstone(job)
+        self._has_residue = True
+        self._index_tasks(self._deleted_jobs[job.id])
+
+    def _index_tasks(self, job: ServiceJob) -> None:
+        """Adds a job to the indexes of its tasks, and removes it from the others."""
+        for kind, has_task in _TASKS.items():
+            if has_task(job):
+                self._tasks[kind][job.id] = None
+            else:
+                self._tasks[kind].pop(job.id, None)
 
     def _unindex_job(self, job: ServiceJob) -> None:
         """Removes a job from the index of its state."""

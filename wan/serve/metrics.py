@@ -58,6 +58,10 @@ class Metrics:
         self._running = Gauge("wan_jobs_running", "Running jobs", **kwargs)
         self._ahead = Gauge("wan_seconds_ahead", "Estimate until the queue is empty", **kwargs)
         self._ready = Gauge("wan_ranks_ready", "1 while all ranks are ready", **kwargs)
+        self._webhooks = Counter("wan_webhooks", "Webhook attempts", ["result"], **kwargs)
+        self._webhooks_left = Gauge("wan_webhooks_waiting", "Events to be delivered", **kwargs)
+        self._store = Counter("wan_store", "Jobs by change of the store", ["result"], **kwargs)
+        self._store_left = Gauge("wan_store_waiting", "Jobs to be stored or removed", **kwargs)
         self._stored = Gauge("wan_stored_bytes", "Size of all jobs' files", **kwargs)
 
     def count_event(self, event: str, job: ServiceJob | None, record: dict[str, Any]) -> None:
@@ -88,6 +92,14 @@ class Metrics:
                 self._memory.labels(memory_type).set(amount)
         self._count_power(record.get("power") or {})
 
+    def count_webhook(self, result: str) -> None:
+        """Counts an attempt to deliver an event: "delivered", "repeated" or "given_up"."""
+        self._webhooks.labels(result).inc()
+
+    def count_store(self, result: str) -> None:
+        """Counts a change of the store: "uploaded", "removed" or "repeated"."""
+        self._store.labels(result).inc()
+
     def render(self, service: Service) -> tuple[bytes, str]:
         """Returns all metrics and their content type."""
         counts = service.journal.count_states()
@@ -95,6 +107,8 @@ class Metrics:
         self._running.set(counts.get("in_progress", 0))
         self._ahead.set(service.estimate_wait())
         self._ready.set(float(service.rank_group.ready))
+        self._webhooks_left.set(service.journal.count_tasks("webhook"))
+        self._store_left.set(service.journal.count_tasks("store"))
         self._stored.set(service.journal.count_bytes())
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 

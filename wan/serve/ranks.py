@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,11 +137,14 @@ class RankWorker:
         from wan.distributed.gloo_group import GlooGroup
 
         self._pipeline, self._team, self._link = pipeline, team, link
+        self._jobs: Sequence[RunningJob] = ()
         self._control = GlooGroup(team)
         self._is_main = team is None or team.is_main
         self._resolve_settings = resolve.make_line_resolver(shared)
         self._max_cached_prompts = max_cached_prompts
         self._embeds: dict[str, Tensor] = {}  # of the last prompts, newest first
+        if self._is_main:
+            pipeline.stage_timer.on_stage = self._report_stage
 
     def serve(self) -> int:
         """Generates videos until the front sends "stop" or disconnects; returns the exit code."""
@@ -153,7 +157,8 @@ class RankWorker:
             if command["do"] == "stop":
                 return 0
             jobs = [self._resolve_job(**request) for request in command["jobs"]]
-            self._make_videos([job for job in jobs if job is not None])
+            self._jobs = [job for job in jobs if job is not None]
+            self._make_videos(self._jobs)
 
     def _resolve_job(self, job: str, settings: dict[str, Any], file: str) -> RunningJob | None:
         """Resolves a job on all ranks; if one refuses it, reports the reason and returns None."""
@@ -227,6 +232,13 @@ class RankWorker:
             code, message = next(causes, (code, message))
         self._link.cancelled.discard(job.id)
         self._send("failed", job=job.id, code=code, message=message)
+
+    def _report_stage(self, name: str) -> None:
+        """Sends the stage of the job whose times are measured; not those of other threads."""
+        if threading.current_thread() is threading.main_thread():
+            seconds = self._pipeline.stage_timer.seconds
+            for job in (job for job in self._jobs if job.stages is seconds):
+                self._link.send("stage", job=job.id, stage=name)
 
     def _embed_prompts(self, jobs: Sequence[RunningJob]) -> None:
         """Encodes the prompts of jobs, and keeps the embeddings of earlier prompts."""

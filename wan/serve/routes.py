@@ -9,22 +9,27 @@ import json
 import os
 import re
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
-from importlib import resources
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from wan.serve import fields, pictures
+from wan.serve import fields, listing, page_routes, pictures
 from wan.serve.bodies import read_body
+from wan.serve.events import MAX_LISTENERS, JobEvents
 from wan.serve.journal import ServiceJob
 from wan.serve.metrics import Metrics
 from wan.serve.repeats import RefusedError, hash_request
 from wan.serve.responses import make_gone_error, make_video_object, select_record_fields
 from wan.serve.service import Service
+from wan.serve.store import Store
+from wan.serve.stored_files import make_stored_response, read_stored_file
 from wan.settings.values import integer
 
 _POLL_SECONDS = 1.0  # seconds; shortest polling interval of clients and of the synchronous routes
@@ -34,14 +39,21 @@ _DELETION_SECONDS = 15.0  # seconds to wait until a deletion is written to the j
 class Routes:
     """Handlers of all HTTP routes."""
 
-    def __init__(self, service: Service, metrics: Metrics) -> None:
-        self._service, self._metrics = service, metrics
+    def __init__(
+        self,
+        service: Service,
+        metrics: Metrics,
+        store: Store | None = None,
+        max_listeners: int = MAX_LISTENERS,
+    ) -> None:
+        self._service, self._metrics, self._store = service, metrics, store
+        self._events = JobEvents(service, partial(make_video_object, service), max_listeners)
 
     def list_routes(self) -> list[Route]:
         """Returns the Starlette routes."""
-        video_route = "/v1/videos/{id}"
+        service, video_route = self._service, "/v1/videos/{id}"
         return [
-            Route("/", self.page),
+            *page_routes.list_page_routes(service),
             Route("/health", self.health),
             Route("/liveness", lambda _: JSONResponse({"status": "ok"})),
             Route("/metrics", self.metrics),
@@ -54,6 +66,8 @@ class Routes:
             Route(video_route, self.retrieve),
             Route(video_route, self.delete, methods=["DELETE"]),
             Route(f"{video_route}/content", self.content),
+            Route(f"{video_route}/inputs/{{field}}", self.input),
+            Route(f"{video_route}/events", self.events),
             Route(f"{video_route}/remix", self.remix, methods=["POST"]),
         ]
 
@@ -80,16 +94,19 @@ class Routes:
         after = query.get("after") or None
         if after is not None and self._service.journal.get_state(after) is None:
             self._service.find_job(after)
+        job_filter = listing.read_filter(query.get("status", ""), query.get("search", ""))
         max_jobs = integer(0, 100)("limit", limit)
-        jobs = self._service.journal.list_page(after, max_jobs + 1, order == "desc")
-        data = [make_video_object(self._service, job) for job in jobs[:max_jobs]]
+        page = listing.find_jobs(
+            self._service.journal, job_filter, after, max_jobs, order == "desc"
+        )
+        data = [make_video_object(self._service, job) for job in page.jobs]
         return JSONResponse(
             {
                 "object": "list",
                 "data": data,
-                "has_more": len(jobs) > max_jobs,
+                "has_more": page.has_more,
                 "first_id": data[0]["id"] if data else None,
-                "last_id": data[-1]["id"] if data else None,
+                "last_id": page.last_id,
             }
         )
 
@@ -106,20 +123,68 @@ class Routes:
             raise RefusedError(f"The video {why}; see its status.", 404, "not_ready", "video_id")
         path, media_type = self._service.files.video_path(job), "video/mp4"
         if variant != "video":
-            path, media_type = await self._load_picture(job, variant), "image/jpeg"
-        status = self._stat_file(job, path)
-        _drop_ignored_range(request)
-        answer = FileResponse(
-            path,
-            media_type=media_type,
-            filename=f"{job.id}{path.suffix}",
-            stat_result=status,
-            content_disposition_type="inline",
-        )
+            path, media_type = path.with_name(f"{variant}.jpg"), "image/jpeg"
+            if job.store_state != "stored":
+                path = await self._load_picture(job, variant)
+        headers = {"content-disposition": f'inline; filename="{job.id}{path.suffix}"'}
+        answer = await self._send_file(request, job, path, media_type, headers)
         if _matches_etag(request, answer.headers["etag"]):
-            headers = {name: answer.headers[name] for name in ("etag", "last-modified")}
+            names = {"etag", "last-modified"} & {*answer.headers}
+            headers = {name: answer.headers[name] for name in names}
             return Response(status_code=304, headers=headers)
         return answer
+
+    async def input(self, request: Request) -> Response:
+        """Answers with an uploaded file; never with a type that a browser would run."""
+        job, field = self._service.find_job(request.path_params["id"]), request.path_params["field"]
+        paths = self._service.files.list_inputs(job, self._service.folder_files).get(field, [])
+        index = integer(0, 10_000)("index", request.query_params.get("index", "0"))
+        if index >= len(paths):
+            message = f"This video has no such file {field[:100]!r}."
+            raise RefusedError(message, 404, "not_found", "field")
+        status = self._stat_file(job, paths[index])
+        _check_range(request, status.st_size)
+        return FileResponse(
+            paths[index],
+            media_type="application/octet-stream",
+            headers={"X-Content-Type-Options": "nosniff"},
+            filename=f"{job.id}-{paths[index].name}",
+            stat_result=status,
+        )
+
+    async def events(self, request: Request) -> Response:
+        """Streams the events of a job until it has ended."""
+        last_id = re.fullmatch(r"\d{1,18}", request.headers.get("last-event-id", ""), re.ASCII)
+        number = -1 if last_id is None else int(last_id[0])
+        stream = self._events.open_stream(request.path_params["id"], number)
+        if stream is None:  # so that browsers do not connect again
+            return Response(status_code=204)
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+
+    async def _send_file(
+        self,
+        request: Request,
+        job: ServiceJob,
+        path: Path,
+        media_type: str,
+        headers: Mapping[str, str],
+    ) -> Response:
+        """Returns a response with a file of a completed job, from the disk or from the store."""
+        _drop_ignored_range(request)
+        if job.store_state == "stored":
+            return await make_stored_response(
+                request, self._get_store(), job.id, path.name, media_type, headers
+            )
+        status = self._stat_file(job, path)
+        _check_range(request, status.st_size)
+        return FileResponse(path, media_type=media_type, headers=headers, stat_result=status)
+
+    def _get_store(self) -> Store:
+        """Returns the store; refuses a request for a stored file if the service has none."""
+        if self._store is None:
+            raise make_gone_error("is in a store, which needs --store")
+        return self._store
 
     async def _make_preview_response(self, request: Request, job: ServiceJob) -> Response:
         """Answers with the newest preview, which is read at once since it may be replaced."""
@@ -187,9 +252,7 @@ class Routes:
             "X-Peak-Memory-MB": str(record["peak_memory_mb"] or 0.0),
         }
         path = self._service.files.video_path(job)
-        status = self._stat_file(job, path)
-        _drop_ignored_range(request)
-        return FileResponse(path, media_type="video/mp4", headers=headers, stat_result=status)
+        return await self._send_file(request, job, path, "video/mp4", headers)
 
     async def generations(self, request: Request) -> Response:
         """Answers MLPerf's request with exactly two keys."""
@@ -202,6 +265,8 @@ class Routes:
             raise RefusedError("output_format must be mp4 or auto.", param="output_format")
         job = await self._wait_for_job(request, *await self._create_job(request, body))
         path = self._service.files.video_path(job)
+        if job.store_state == "stored":
+            return await self._send_stored_generation(job, form)
         self._stat_file(job, path)
         if form == "video_path":
             return JSONResponse({"video_id": job.id, "video_path": str(path.absolute())})
@@ -209,6 +274,16 @@ class Routes:
             content = base64.b64encode(await asyncio.to_thread(path.read_bytes)).decode()
         except OSError as error:
             raise make_gone_error("is gone") from error
+        return JSONResponse({"video_id": job.id, "video_bytes": content})
+
+    async def _send_stored_generation(self, job: ServiceJob, form: str) -> Response:
+        """Answers MLPerf's request for a video that is in the store."""
+        store = self._get_store()
+        if form == "video_path":
+            return JSONResponse(
+                {"video_id": job.id, "video_path": store.make_url(job.id, "video.mp4")}
+            )
+        content = base64.b64encode(await read_stored_file(store, job.id, "video.mp4")).decode()
         return JSONResponse({"video_id": job.id, "video_bytes": content})
 
     async def models(self, _: Request) -> Response:
@@ -242,9 +317,6 @@ class Routes:
     async def metrics(self, _: Request) -> Response:
         content, media_type = self._metrics.render(self._service)
         return Response(content, media_type=media_type)
-
-    async def page(self, _: Request) -> Response:
-        return HTMLResponse(resources.files("wan.serve").joinpath("page.html").read_text("utf-8"))
 
     async def _create_job(self, request: Request, body: dict[str, Any]) -> tuple[ServiceJob, bool]:
         digest = hash_request(body)
@@ -301,6 +373,33 @@ def _is_byte_range(text: str) -> bool:
     """Returns whether a text is `FIRST-`, `FIRST-LAST` or `-COUNT`."""
     match = re.fullmatch(r"\s*(?:(\d{1,18})-(\d{0,18})|-\d{1,18})\s*", text, re.ASCII)
     return match is not None and (not match[1] or not match[2] or int(match[1]) <= int(match[2]))
+
+
+def _check_range(request: Request, size: int) -> None:
+    """Removes the ranges of a valid `Range` header that have no byte of a file.
+
+    Raises:
+        RefusedError: None of them has one.
+    """
+    _drop_ignored_range(request)
+    headers = Headers(scope=request.scope)
+    if "range" not in headers or "if-range" in headers:
+        return
+    ranges = headers["range"].partition("=")[2].split(",")
+    satisfiable = [text for text in ranges if _find_first_byte(text.strip(), size) < size]
+    if not satisfiable:
+        message = f"No byte of this range exists; the file has {size} bytes."
+        content_range = {"Content-Range": f"bytes */{size}"}
+        raise RefusedError(message, 416, "range_not_satisfiable", headers=content_range)
+    headers_without_range = [header for header in request.scope["headers"] if header[0] != b"range"]
+    value = f"bytes={','.join(satisfiable)}".encode()
+    request.scope["headers"] = [*headers_without_range, (b"range", value)]
+
+
+def _find_first_byte(text: str, size: int) -> int:
+    """Returns the first byte of `FIRST-`, `FIRST-LAST` or `-COUNT`."""
+    first, _, last = text.partition("-")
+    return int(first) if first else max(size - int(last), 0)
 
 
 def _matches_etag(request: Request, etag: str) -> bool:

@@ -39,6 +39,10 @@ class ServiceJob:
         passed: How often a later job was started first.
         names: Setting -> field name of the request.
         bytes: Size of all files.
+        webhook_url: Address that gets the events of the job.
+        webhook_sent: The last state whose event was delivered or given up.
+        store_state: "uploading" from the start of an upload, "stored" once --store has the video.
+        stage: Present stage of a running job; not in the journal.
     """
 
     id: str
@@ -68,11 +72,27 @@ class ServiceJob:
     preview_step: int = 0
     names: dict[str, str] = field(default_factory=dict)
     guidance: dict[str, float] = field(default_factory=dict)
+    webhook_url: str | None = None
+    webhook_sent: str = ""
+    store_state: str = ""
+    stage: str = field(default="", metadata={"in_journal": False})
 
     @property
     def is_ended(self) -> bool:
         """Whether it is completed, failed or deleted."""
         return self.state in ("completed", "failed", "deleted")
+
+    @property
+    def has_webhook_event(self) -> bool:
+        """Whether its end is still to be sent to its webhook."""
+        return self.is_ended and self.webhook_url is not None and self.webhook_sent != self.state
+
+    @property
+    def has_store_task(self) -> bool:
+        """Whether its files are still to be uploaded to a store, or to be removed there."""
+        if self.state == "deleted":
+            return self.store_state != ""
+        return self.state == "completed" and self.store_state != "stored"
 
     def set_sizes(self, run: Run) -> None:
         """Sets frames, fps, sizes, steps, guidance, shape and work from the run."""
@@ -103,12 +123,14 @@ class ServiceJob:
         return self.attempt == 0 and int(clips) == 1
 
 
-COLUMNS = tuple(column.name for column in fields(ServiceJob))
+COLUMNS = tuple(
+    column.name for column in fields(ServiceJob) if column.metadata.get("in_journal", True)
+)
 _JSON = ("settings", "names", "error", "guidance")
 _DEFAULTS = {
     column.name: column.default
     for column in fields(ServiceJob)
-    if column.default is not MISSING and column.default is not None
+    if column.name in COLUMNS and column.default is not MISSING and column.default is not None
 }
 
 
@@ -137,12 +159,19 @@ def read_row(row: Row) -> ServiceJob:
 
 
 def make_tombstone(job: ServiceJob) -> ServiceJob:
-    """Returns a deleted job with only its id, state and times.
+    """Returns a deleted job with only its id, state and times, and what is left to do for it.
 
     Its id may still be the cursor of a list.
     """
     return ServiceJob(
-        job.id, {}, "deleted", created=job.created, started=job.started, ended=job.ended
+        job.id,
+        {},
+        "deleted",
+        created=job.created,
+        started=job.started,
+        ended=job.ended,
+        webhook_url=None if job.webhook_sent == "deleted" else job.webhook_url,
+        store_state=job.store_state,
     )
 
 

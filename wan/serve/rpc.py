@@ -4,7 +4,8 @@ The front sends {"do": "make", ...}, {"do": "cancel", "job": ...} or {"do": "sto
 Every rank sends {"is": "hello", ...} first, {"is": "ready"} after loading, {"is": "step", ...}
 before each denoising step and after the last, {"is": "alive", ...} every two seconds, and
 {"is": "lost", ...} before it exits because of an error that ends the whole group. Rank 0 also sends
-{"is": "preview", ...} after it has written one, {"is": "done", ...} and {"is": "failed", ...}.
+{"is": "stage", ...} when a stage of a video begins, {"is": "preview", ...} after it has written
+one, {"is": "done", ...} and {"is": "failed", ...}.
 """
 
 from __future__ import annotations

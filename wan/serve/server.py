@@ -6,16 +6,18 @@ Importing it needs the packages of requirements-serve.txt.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
 import signal
 import sqlite3
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from wan.app.run import Run
 from wan.serve import app
-from wan.serve.addresses import is_local
+from wan.serve.addresses import Network, is_local
 from wan.serve.connections import (
     Connections,
     LimitedSocket,
@@ -23,10 +25,14 @@ from wan.serve.connections import (
     make_server,
     open_sockets,
 )
+from wan.serve.events import MAX_LISTENERS
 from wan.serve.folders import lock_journal
 from wan.serve.group import ONE_NODE, Nodes
 from wan.serve.metrics import Metrics
 from wan.serve.service import Limits, Service
+from wan.serve.store import Store, StoreUploads
+from wan.serve.webhook_hosts import WebhookHosts
+from wan.serve.webhooks import Webhooks, read_signing_key
 from wan.settings.errors import InputError
 from wan.settings.values import integer
 from wan.utils.files import open_regular_file
@@ -60,11 +66,33 @@ def read_api_key(path: Path | None, host: str) -> str | None:
             why = "is reachable from other machines"
             raise InputError(f"--host {host}", None, why, "add --api_key FILE")
         return None
+    return _read_key_file(path, "--api_key")
+
+
+def _read_key_file(path: Path, option: str) -> str:
+    """Reads a key of at least 16 characters."""
     with open_regular_file(path) as file:
         key = file.read(1000).decode("utf-8", "replace").strip()
     if len(key) < 16:
-        raise InputError(f"--api_key {path} holds a key of {len(key)} characters; give at least 16")
+        raise InputError(f"{option} {path} holds a key of {len(key)} characters; give at least 16")
     return key
+
+
+def read_webhook_secret(path: Path | None, hosts: Sequence[str | Network]) -> bytes | None:
+    """Reads the key of the webhooks' signatures; returns None where webhooks are not allowed."""
+    if path is None and not hosts:
+        return None
+    if path is None or not hosts:
+        option, missing = "--webhook_hosts", "--webhook_secret_file"
+        if path is not None:
+            option, missing = missing, option
+        raise InputError(option, None, f"needs {missing}", f"add {missing}, or drop it")
+    text = _read_key_file(path, "--webhook_secret_file")
+    try:
+        return read_signing_key(text)
+    except ValueError as error:
+        why = "holds a secret whsec_... that is no base64"
+        raise InputError(f"--webhook_secret_file {path}", None, why, "copy it again") from error
 
 
 def _make_limits(options: argparse.Namespace) -> Limits:
@@ -77,7 +105,20 @@ def _make_limits(options: argparse.Namespace) -> Limits:
         frames=options.max_frames,
         keep_days=options.keep_days,
         quota=None if options.quota_gb is None else math.ceil(options.quota_gb * 1e9),
+        webhook_hosts=WebhookHosts(
+            frozenset(host for host in options.webhook_hosts if isinstance(host, str)),
+            tuple(host for host in options.webhook_hosts if not isinstance(host, str)),
+        ),
     )
+
+
+def _open_video_store(options: argparse.Namespace) -> Store | None:
+    """Returns the store, which can be written; None without --store."""
+    if options.store is None:
+        return None
+    store = Store(options.store)
+    asyncio.run(store.check(options.journal / "jobs"))
+    return store
 
 
 def _bind_and_lock(
@@ -99,6 +140,7 @@ def serve_requests(
     run: Run,
     nodes: Nodes,
     key: str | None,
+    secret: bytes | None,
 ) -> int:
     """Serves requests until SIGINT or SIGTERM; returns the exit code.
 
@@ -106,7 +148,9 @@ def serve_requests(
         user_settings: The settings of generate.py.
         run: The run that they resolve to.
         key: The API key; None if none is needed.
+        secret: The key of the webhooks' signatures; None if they are not allowed.
     """
+    store = _open_video_store(options)
     clients = Connections(compute_max_connections(options.ranks))
     sockets, lock = _bind_and_lock(options, clients)
     metrics, journal, name = Metrics(), options.journal, options.name
@@ -126,6 +170,11 @@ def serve_requests(
     except sqlite3.Error as error:
         why, remedy = f"has a damaged journal.sqlite ({error})", "move it away, or give another one"
         raise InputError(f"--journal {journal}", None, why, remedy) from error
+    if secret is not None:
+        webhooks = Webhooks(service, secret, service.limits.webhook_hosts, metrics.count_webhook)
+        service.background_tasks.append(webhooks.run)
+    if store is not None:
+        service.background_tasks.append(StoreUploads(service, store, metrics.count_store).run)
     application = app.make_app(
         service,
         metrics,
@@ -136,6 +185,8 @@ def serve_requests(
         api_key=key,
         most_bytes=options.max_body * 1_000_000,
         is_busy=lambda: clients.is_busy,
+        store=store,
+        max_listeners=min(MAX_LISTENERS, clients.max_connections // 4),
     )
     for signum in (signal.SIGINT, signal.SIGTERM):  # uvicorn re-raises them after shutdown
         signal.signal(signum, lambda *_: None)

@@ -7,7 +7,7 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ from wan.app.run import Run
 from wan.pipeline import memory_estimate
 from wan.serve import fields, records
 from wan.serve.estimates import Estimates
-from wan.serve.fields import ParsedRequest
+from wan.serve.fields import FIELD_NAMES, FOLDER, ParsedRequest
 from wan.serve.folders import JOB_ID, remove_orphaned_folders
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.job_files import JobFiles
@@ -27,6 +27,7 @@ from wan.serve.journal_file import JournalError
 from wan.serve.loras import LoraCatalog
 from wan.serve.repeats import RefusedError, RepeatedRequests, hash_request
 from wan.serve.waiters import Waiters
+from wan.serve.webhook_hosts import NO_HOSTS, WebhookHosts
 from wan.settings.errors import InputError, is_disk_full, name_settings
 from wan.settings.flags import read_settings
 from wan.utils.log import logger
@@ -47,6 +48,7 @@ class Limits:
         batch_size: Jobs in a batch, which is grouped by expert.
         keep_days: Days after which an ended job and its files are deleted; None: never.
         quota: Bytes of all jobs' files; the oldest ended jobs are deleted first. None: no limit.
+        webhook_hosts: Hosts to which events may be sent.
     """
 
     queue: int = 100
@@ -57,6 +59,7 @@ class Limits:
     batch_size: int = 8
     keep_days: float | None = None
     quota: int | None = None
+    webhook_hosts: WebhookHosts = NO_HOSTS
 
 
 class Service:
@@ -68,6 +71,7 @@ class Service:
         loras: The LoRAs that requests may name.
         models: Names of the model in the HTTP interface; the first is that of responses.
         stopping: Whether the service is stopping and refuses requests.
+        background_tasks: Further coroutine functions that run until the service ends.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Service:
             on_event: Called with each event, its job and its record, for metrics.
         """
         self.startup_run, self.stopping = run, False
+        self.background_tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self.models = tuple(dict.fromkeys((*model_names, run.setup.preset.task)))
         self.limits, self._replica_name = limits, replica_name
         jobs, self._on_event = folder / "jobs", on_event
@@ -114,7 +119,7 @@ class Service:
         self._repeats = RepeatedRequests(self.journal)
         self.waiters = Waiters(self._delete_unawaited_job)
         self._estimates = Estimates(self.journal.list_completed(_MAX_SAMPLES))
-        self._queue_estimate: tuple[object, dict[str, float], float] = (None, {}, 0.0)
+        self._queue_estimate: tuple[object, dict[str, tuple[int, float]], float] = (None, {}, 0.0)
         self._last_shape = ""  # `ServiceJob.shape` of the batch that was started last
         self._loading_seconds = 0.0  # to load the weights for one batch
         self._max_batch_size = limits.batch_size if _can_group_by_expert(run) else 1
@@ -125,6 +130,11 @@ class Service:
         for job in self.journal.list_in_state("queued"):
             self.files.remove_attempt(job)
         remove_orphaned_folders(jobs, self.journal.get_state)
+
+    @property
+    def folder_files(self) -> Mapping[str, str]:
+        """Field of a request -> file of the folder of uploaded files."""
+        return self.startup_run.params.task.upload_names
 
     # Requests.
 
@@ -148,6 +158,8 @@ class Service:
         Raises:
             RefusedError: The request is refused.
         """
+        if parsed_request.webhook_url is not None:
+            self.limits.webhook_hosts.check_url(parsed_request.webhook_url)
         earlier = self._repeats.find_duplicate(digest, key, is_retry)
         if earlier is not None:
             return earlier, True
@@ -241,19 +253,35 @@ class Service:
         planned = sum(self.estimate_seconds(job) or 0.0 for job in running)
         started_at = min((job.started or now for job in running), default=now)
         ahead, total = self._estimate_queue()
-        waiting = total if queued_job is None else ahead.get(queued_job.id, total)
+        waiting = total if queued_job is None else ahead.get(queued_job.id, (0, total))[1]
         return max(planned - (now - started_at), 0.0) + waiting
 
-    def _estimate_queue(self) -> tuple[dict[str, float], float]:
-        """Returns the estimated seconds before each queued job, by id, and of the whole queue.
+    def estimate_end(self, job: ServiceJob) -> tuple[int | None, float | None]:
+        """Returns the queued jobs before a queued job, and the seconds until its video is complete.
+
+        None: the job has started; nothing is known about the seconds.
+        """
+        estimate = self.estimate_seconds(job)
+        if job.state == "queued":
+            position = self._estimate_queue()[0].get(job.id, (None,))[0]
+            return position, None if estimate is None else self.estimate_wait(job) + estimate
+        elapsed = time.time() - (job.started or time.time())
+        if estimate is None:
+            if not job.done:
+                return None, None
+            estimate = elapsed / job.done * job.total
+        return None, max(estimate - elapsed, 0.0)
+
+    def _estimate_queue(self) -> tuple[dict[str, tuple[int, float]], float]:
+        """Returns each queued job's position and estimated seconds before it, and of the queue.
 
         The sums are cached until the queue or the estimates change.
         """
         version = (self.journal.version, self._estimates.version)
         if self._queue_estimate[0] != version:
             ahead, seconds = {}, 0.0
-            for job in self.journal.list_in_state("queued"):
-                ahead[job.id] = seconds
+            for position, job in enumerate(self.journal.list_in_state("queued")):
+                ahead[job.id] = position, seconds
                 seconds += self.estimate_seconds(job) or 0.0
             self._queue_estimate = version, ahead, seconds
         return self._queue_estimate[1:]
@@ -267,6 +295,8 @@ class Service:
                 tasks.create_task(self.rank_group.run())
                 tasks.create_task(self._delete_old_jobs())
                 tasks.create_task(self.journal.run_writer())
+                for run in self.background_tasks:
+                    tasks.create_task(run())
         finally:
             self.journal.close()
 
@@ -293,6 +323,8 @@ class Service:
             return
         elif message_type == "step":
             job.done, job.total = message["done"], message["total"]
+        elif message_type == "stage":
+            job.stage = message["stage"]
         elif message_type == "preview":  # of the step in progress
             job.preview_step = min(job.done + 1, job.total)
         elif message_type == "done":
@@ -322,7 +354,7 @@ class Service:
         self._last_shape, now, commands = first.shape, time.time(), []
         for job in chosen:
             changes = {"state": "in_progress", "started": now, "attempt": job.attempt + 1}
-            self.journal.update_job(job, **changes, done=0)
+            self.journal.update_job(job, **changes, done=0, stage="")
             self._running[job.id] = job
             files = self.files.list_uploads(job)
             file = str(self.files.video_path(job).absolute())
@@ -433,6 +465,7 @@ class Service:
             digest=digest,
             key=key,
             names=parsed_request.names,
+            webhook_url=parsed_request.webhook_url,
         )
         try:
             await asyncio.to_thread(self.files.write_uploads, job, parsed_request.files)
@@ -503,8 +536,13 @@ class Service:
         for name in self.files.list_uploads(job):
             path = str(self.files.upload_path(job, name).absolute())
             message = message.replace(path, f"the uploaded {job.names.get(name, name)}")
-        match = re.match(r"`(\w+)`", error.what)
-        param = job.names.get(match[1], match[1]) if match else None
+        # A missing input is named where the sentence says what to do.
+        settings = re.findall(r"`(\w+)`", f"{error.what} {error.remedy}")
+        setting = next((name for name in settings if name != "task"), None)
+        param = setting and job.names.get(setting, FIELD_NAMES.get(setting, setting))
+        if param == FOLDER:
+            files = self.folder_files
+            param = next((name for name in files if files[name] in error.why), next(iter(files)))
         return RefusedError(message, param=param)
 
     def _describe_planned_memory(self, job: ServiceJob) -> str:

@@ -243,6 +243,7 @@ class ImageOptions:
         keyword="img",
         diffusers=True,
         common=True,
+        media="image/*",
         tasks=(*TASKS_OF_KIND["i2v"], *TASKS_OF_KIND["ti2v"], *TASKS_OF_KIND["s2v"]),
     )
     last_image: Path | None = option(
@@ -250,6 +251,7 @@ class ImageOptions:
         values.read_path,
         "image to end with (flf2v: needed, i2v-A14B: optional; default none)",
         diffusers=True,
+        media="image/*",
         tasks=("i2v-A14B", "flf2v-14B"),
     )
 
@@ -263,12 +265,14 @@ class SpeechOptions:
         values.read_path,
         "audio file, or video file with an audio track (s2v: needed; default none)",
         keyword="audio_path",
+        media="audio/*,video/*",
         tasks=TASKS_OF_KIND["s2v"],
     )
     pose_video: Path | None = option(
         None,
         values.read_path,
         "video whose poses the character follows (s2v; default none)",
+        media="video/*",
         tasks=TASKS_OF_KIND["s2v"],
     )
     audio_sync: bool = command_option(
@@ -301,6 +305,7 @@ class VaceOptions:
         None,
         values.read_path,
         "control video, or video to edit (vace: this or --src_ref_images is needed; default none)",
+        media="video/*",
         tasks=TASKS_OF_KIND["vace"],
     )
     src_mask: Path | None = option(
@@ -308,12 +313,14 @@ class VaceOptions:
         values.read_path,
         "mask video: white is generated, black is kept (vace; default: all white)",
         needs="src_video",
+        media="video/*",
         tasks=TASKS_OF_KIND["vace"],
     )
     src_ref_images: tuple[str, ...] = option(
         (),
         values.read_image_files,
         "reference images, separated by commas or the flag repeated (vace; default none)",
+        media="image/*",
         tasks=TASKS_OF_KIND["vace"],
     )
 

@@ -238,6 +238,7 @@ class Task:
             Otherwise all frames are encoded to one file.
         upload_names: Field of a service's request -> file of the folder `src_root_path`.
         uploads_without_prompt: Settings with whose files a prompt is optional.
+        has_fixed_fps: Whether the frames per second follow from the audio.
     """
 
     kind = "t2v"
@@ -246,6 +247,7 @@ class Task:
     joins_clips: ClassVar[bool] = False
     upload_names: ClassVar[Mapping[str, str]] = {}
     uploads_without_prompt: ClassVar[frozenset[str]] = frozenset()
+    has_fixed_fps: ClassVar[bool] = False
 
     # Inputs and settings; no torch.
 

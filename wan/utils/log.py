@@ -116,16 +116,22 @@ class StageTimer:
 
     Args:
         synchronize: Waits for the device at the end of each stage.
+
+    Attributes:
+        on_stage: Called with the name of a stage when it begins, and again after a nested one.
     """
 
     def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
         self.seconds: dict[str, float] = {}
+        self.on_stage: Callable[[str], None] = lambda _: None
         self._synchronize = synchronize
-        self._running = threading.local()  # per thread: seconds of nested stages
+        self._running = threading.local()  # per thread: seconds of nested stages, present stage
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         running, outer = self._running, getattr(self._running, "inner", 0.0)
+        outer_name, running.name = getattr(running, "name", None), name
+        self.on_stage(name)
         start, running.inner = time.perf_counter(), 0.0
         try:
             yield
@@ -133,7 +139,9 @@ class StageTimer:
         finally:
             elapsed = time.perf_counter() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - running.inner
-            running.inner = outer + elapsed
+            running.inner, running.name = outer + elapsed, outer_name
+            if outer_name is not None:
+                self.on_stage(outer_name)
 
 
 def collect_versions(device_type: str, packages: Iterable[str] = ()) -> dict[str, str]:

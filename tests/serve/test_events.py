@@ -1,0 +1,141 @@
+"""Server-sent events of a job."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.jobs import Jobs
+from wan.serve import events
+from wan.serve.responses import make_video_object
+
+Event = tuple[int, str, dict[str, Any]]
+
+
+def parse(text: bytes) -> list[Event]:
+    """Returns id, kind and data of the events of a stream."""
+    parsed = []
+    for block in text.decode().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if line[:1] not in ":")
+        if "event" in fields:
+            parsed.append((int(fields["id"]), fields["event"], json.loads(fields["data"])))
+    return parsed
+
+
+class Listener:
+    """Listens to the events of a job in a task."""
+
+    def __init__(self, jobs: Jobs, name: str, after: int | None = None) -> None:
+        self.disconnected = asyncio.Event()
+        headers = {} if after is None else {"Last_Event_ID": str(after)}
+        path = f"/v1/videos/{name}/events"
+        request = jobs.request(path, disconnected=self.disconnected, **headers)
+        self.task = asyncio.create_task(request)
+
+    async def finish(self, disconnect: bool = False) -> list[Event]:
+        await asyncio.sleep(0.02)
+        if disconnect:
+            self.disconnected.set()
+        status, headers, text = await self.task
+        assert status == 200 and headers["content-type"].startswith("text/event-stream")
+        return parse(text)
+
+
+async def send(jobs: Jobs, kind: str, **payload: Any) -> None:
+    await asyncio.sleep(0.02)
+    jobs.handle_rank_message(kind, **payload)
+
+
+async def test_events_of_a_job(jobs: Jobs) -> None:
+    """Two clients get every event; a third one continues where it was disconnected."""
+    name = await jobs.create()
+    listeners = [Listener(jobs, name) for _ in range(2)]
+    interrupted = Listener(jobs, name)
+    await asyncio.sleep(0.02)
+    jobs.start_idle_ranks()
+    await send(jobs, "stage", job=name, stage="text")
+    await send(jobs, "stage", job=name, stage="denoising")
+    seen = await interrupted.finish(disconnect=True)
+    for done in (0, 1, 2):
+        await send(jobs, "step", job=name, done=done, total=2)
+    continued = Listener(jobs, name, seen[-1][0])
+    await send(jobs, "stage", job=name, stage="decoding")
+    await asyncio.sleep(0.02)
+    jobs.complete(name)
+    streams = [await listener.finish() for listener in listeners]
+    assert streams[0] == streams[1] == seen + await continued.finish()
+    numbers, kinds = [event[0] for event in streams[0]], [event[1] for event in streams[0]]
+    assert numbers == sorted({*numbers}) and kinds.count("end") == 1
+    stages = [
+        (e["status"], e["stage"], e["attempt"]) for _, kind, e in streams[0] if kind == "stage"
+    ]
+    running = [("in_progress", stage, 1) for stage in (None, "text", "denoising", "decoding")]
+    assert stages == [("queued", None, 0), *running]
+    steps = [(e["done"], e["total"]) for _, kind, e in streams[0] if kind == "step"]
+    assert steps == [(1, 2), (2, 2)]
+    assert streams[0][-1][2] == (await jobs.request(f"/v1/videos/{name}"))[2]
+    assert [e[1:] for e in await Listener(jobs, name).finish()] == [("end", streams[0][-1][2])]
+    status, _, _ = await jobs.request(f"/v1/videos/{name}/events", Last_Event_ID=str(numbers[-1]))
+    assert status == 204
+
+
+async def test_a_deleted_job_and_an_unknown_one(jobs: Jobs) -> None:
+    name = await jobs.create()
+    listener = Listener(jobs, name)
+    await asyncio.sleep(0.02)
+    await jobs.request(f"/v1/videos/{name}", method="DELETE")
+    last = (await listener.finish())[-1]
+    assert last[1:] == ("end", {"id": name, "object": "video.deleted", "deleted": True})
+    assert (await jobs.request(f"/v1/videos/{name}/events"))[0] == 404
+
+
+async def test_previews(jobs: Jobs) -> None:
+    """A step of a preview in the video object is an event."""
+    name, log = await jobs.create(), events.EventLog()
+    job = jobs.service.find_job(name)
+    for step in (None, 2, 2, 4):
+        log.observe(make_video_object(jobs.service, job) | {"preview_step": step}, job.created)
+    previews = [json.loads(text.partition("data: ")[2]) for _, text in log.list_after(-1)]
+    assert [event["step"] for event in previews if "step" in event] == [2, 4]
+
+
+async def test_listeners_are_limited_and_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that disconnects is noticed; comments are sent while nothing happens."""
+    monkeypatch.setattr(events, "HEARTBEAT_SECONDS", 0.05)
+    jobs = Jobs(tmp_path / "jobs", max_listeners=2)
+    name = await jobs.create()
+    first, second = Listener(jobs, name), Listener(jobs, name)
+    await asyncio.sleep(0.2)
+    path = f"/v1/videos/{name}/events"
+    status, headers, _ = await jobs.request(path)
+    assert status == 503 and "retry-after" in headers
+    first.disconnected.set()
+    assert (await first.task)[2].count(b"\n\n:") >= 2
+    third = Listener(jobs, name)
+    await third.finish(disconnect=True)
+    await second.finish(disconnect=True)
+
+
+async def test_keys_and_hosts(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs", key="k" * 16)
+    path = "/v1/videos/video_0/events"
+    assert (await jobs.request(path))[0] == 401
+    assert (await jobs.request(path, host="evil.example"))[0] == 421
+    headers = {"Authorization": "Bearer " + "k" * 16}
+    assert (await jobs.request(path, origin="http://evil.example", **headers))[0] == 403
+    assert (await jobs.request(path, **headers))[0] == 404
+
+
+async def test_a_log_is_bounded(jobs: Jobs) -> None:
+    name, log = await jobs.create(), events.EventLog()
+    video = make_video_object(jobs.service, jobs.service.find_job(name))
+    for done in range(10_000):
+        log.observe(video | {"steps": [done, 10_000]}, 0.0)
+    kept = log.list_after(-1)
+    assert len(kept) == 256 and '"done": 9999' in kept[-1][1]

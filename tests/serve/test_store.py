@@ -1,0 +1,250 @@
+"""A store for finished videos, with fsspec's local and memory file systems."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.refusals import check_refusals
+from tests.serve.jobs import Jobs
+from wan.serve import store as store_module
+from wan.serve.service import Limits
+from wan.serve.store import Store, StoreUploads
+from wan.settings.errors import InputError
+
+VIDEO = b"video"  # what `Jobs.complete` writes
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(store_module, "_LOCAL_SECONDS", 0.0)
+    monkeypatch.setattr(store_module, "_LONGEST_PAUSE", 0.05)
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "file":
+        return str(tmp_path / "store")
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", read_as_s3fs)
+    return "memory://bucket/videos"
+
+
+def read_as_s3fs(
+    self: MemoryFileSystem, path: str, version_id: Any = None, start: Any = None, end: Any = None
+) -> bytes:
+    """Has the arguments of s3fs in their order."""
+    assert version_id is None
+    return bytes(self.store[path].getvalue()[start:end])
+
+
+def list_stored(url: str) -> dict[str, bytes]:
+    """Returns the content of each file of the store."""
+    files, root = fsspec.core.url_to_fs(url)
+    paths = files.find(root) if files.exists(root) else []
+    return {path[len(root) :].lstrip("/"): files.cat_file(path) for path in paths}
+
+
+@asynccontextmanager
+async def storing(jobs: Jobs, url: str) -> Any:
+    """Uploads in the background; yields the list of the attempts' results."""
+    attempts: list[str] = []
+    store = Store(url)
+    await store.check(jobs.folder / "jobs")
+    task = asyncio.create_task(StoreUploads(jobs.service, store, attempts.append).run())
+    try:
+        yield attempts
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def wait_until_stored(jobs: Jobs) -> None:
+    while jobs.service.journal.count_tasks("store"):
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.1)
+
+
+def local_names(jobs: Jobs, name: str) -> set[str]:
+    return {path.name for path in (jobs.folder / "jobs" / name).glob("*")}
+
+
+def make_jobs(tmp_path: Path, url: str, **limits: Any) -> Jobs:
+    return Jobs(tmp_path / "jobs", Limits(**limits), store=Store(url))
+
+
+async def test_content_comes_from_the_store(tmp_path: Path, url: str) -> None:
+    """Whole, in ranges, for every route; the local video is removed; a deletion removes all."""
+    jobs = make_jobs(tmp_path, url)
+    name, other = await jobs.create(Idempotency_Key="k"), await jobs.create()
+    path = f"/v1/videos/{name}/content"
+    async with storing(jobs, url) as attempts:
+        jobs.complete(name)
+        jobs.complete(other)
+        before = await jobs.request(path)
+        await wait_until_stored(jobs)
+        assert attempts == ["uploaded"] * 2 and local_names(jobs, name) == {"video.json"}
+        stored = list_stored(url)
+        assert stored[f"{name}/video.mp4"] == VIDEO and f"{name}/video.json" in stored
+        assert len(stored) == 4
+        status, headers, content = await jobs.request(path)
+        assert (status, content) == (200, VIDEO) == (before[0], before[2])
+        assert before[1].keys() - headers.keys() == {"last-modified"}
+        for asked, expected, part in (
+            ("bytes=1-2", 206, VIDEO[1:3]),
+            ("bytes=3-", 206, VIDEO[3:]),
+            ("bytes=-2", 206, VIDEO[-2:]),
+            ("bytes=0-999", 206, VIDEO),
+            ("bytes=5-", 416, b""),
+            ("bytes=2-1", 200, VIDEO),
+            ("bytes=0-1,3-4", 200, VIDEO),
+        ):
+            assert [*(await jobs.request(path, range=asked))][::2] == [expected, part], asked
+        part_headers = (await jobs.request(path, range="bytes=1-2"))[1]
+        assert part_headers["content-range"] == "bytes 1-2/5"
+        assert (await jobs.request(path, if_none_match=headers["etag"]))[0] == 304
+        resumed = await jobs.request(path, range="bytes=1-2", if_range='"old"')
+        assert (resumed[0], resumed[2]) == (200, VIDEO)
+        head = await jobs.request(path, method="HEAD")
+        assert (head[1]["content-length"], head[2]) == ("5", b"")
+        body = {"prompt": "a red star"}
+        synchronous = await jobs.request("/v1/videos/sync", body, Idempotency_Key="k")
+        assert synchronous[2] == VIDEO
+        assert (await jobs.request(f"{path}?variant=thumbnail"))[0] == 410  # VIDEO has no frame
+        await jobs.request(f"/v1/videos/{name}", method="DELETE")
+        await wait_until_stored(jobs)
+        assert {*list_stored(url)} == {f"{other}/video.mp4", f"{other}/video.json"}
+        jobs.service.limits = Limits(keep_days=1e-9)
+        expiry = asyncio.create_task(jobs.service._delete_old_jobs())
+        await asyncio.sleep(0.1)
+        await wait_until_stored(jobs)
+        expiry.cancel()
+        assert list_stored(url) == {} and attempts[2:] == ["removed"] * 2
+
+
+async def test_mlperfs_route(tmp_path: Path) -> None:
+    jobs = make_jobs(tmp_path, "memory://bucket")
+    body = {"prompt": "x", "response_format": "video_path"}
+    async with storing(jobs, "memory://bucket"):
+        path = "/v1/videos/generations"
+        request = asyncio.create_task(jobs.request(path, body, Idempotency_Key="k"))
+        while not (queued := jobs.service.journal.list_in_state("queued")):
+            await asyncio.sleep(0.01)
+        jobs.complete(queued[0].id)
+        await request
+        await wait_until_stored(jobs)
+        answer = (await jobs.request(path, body, Idempotency_Key="k"))[2]
+        with fsspec.open(answer["video_path"]) as file:
+            assert file.read() == VIDEO
+
+
+async def test_a_store_that_fails(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job stays completed and served; no half video is stored; a restart goes on."""
+    jobs = make_jobs(tmp_path, url)
+    names = [await jobs.create() for _ in range(2)]
+    backend = MemoryFileSystem if "memory" in url else LocalFileSystem
+    whole, num_failures = backend.put_file, 0
+
+    def put_half(self: Any, source: str, target: str, **_: Any) -> None:
+        nonlocal num_failures
+        num_failures += 1
+        if backend is LocalFileSystem:  # an object store shows no half object
+            Path(target).write_bytes(Path(source).read_bytes()[:2])
+        raise ConnectionError("secret")
+
+    monkeypatch.setattr(backend, "put_file", put_half)
+    async with storing(jobs, url) as attempts:
+        for name in names:
+            jobs.complete(name)
+        while num_failures < 5:
+            await asyncio.sleep(0.02)
+        path = f"/v1/videos/{names[0]}/content"
+        assert (await jobs.request(path))[2] == VIDEO
+        assert not [name for name in list_stored(url) if Path(name).name == "video.mp4"]
+        await jobs.request(f"/v1/videos/{names[1]}", method="DELETE")
+        while jobs.service.journal.count_tasks("store") > 1:
+            await asyncio.sleep(0.02)
+        assert {*attempts} == {"repeated", "removed"}
+    jobs.service.journal.close()
+    monkeypatch.setattr(backend, "put_file", whole)
+    restarted = make_jobs(tmp_path, url)
+    async with storing(restarted, url):
+        await wait_until_stored(restarted)
+        assert {*list_stored(url)} == {f"{names[0]}/video.mp4", f"{names[0]}/video.json"}
+        (restarted.folder / "jobs" / names[0] / "video.mp4").write_bytes(VIDEO)
+    async with storing(restarted, url):  # it was killed before it removed its file
+        assert local_names(restarted, names[0]) == {"video.json"}
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("secret")
+
+    monkeypatch.setattr(backend, "info", fail)
+    monkeypatch.setattr(backend, "size", fail)
+    status, _, answer = await restarted.request(path)
+    assert (status, answer["error"]["code"]) == (503, "store_unavailable")
+    assert "secret" not in str(answer)
+
+
+async def test_without_the_store(tmp_path: Path) -> None:
+    jobs = make_jobs(tmp_path, "memory://bucket")
+    name = await jobs.create()
+    async with storing(jobs, "memory://bucket"):
+        jobs.complete(name)
+        await wait_until_stored(jobs)
+    jobs.service.journal.close()
+    status, _, answer = await Jobs(tmp_path / "jobs").request(f"/v1/videos/{name}/content")
+    assert status == 410 and "--store" in answer["error"]["message"]
+
+
+async def test_pictures_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(video: Path, variant: str, _: int) -> Path:
+        video.with_name(f"{variant}.jpg").write_text(variant)
+        return video
+
+    monkeypatch.setattr(store_module.pictures, "make_picture", make)
+    jobs = make_jobs(tmp_path, "memory://bucket")
+    name = await jobs.create()
+    async with storing(jobs, "memory://bucket"):
+        jobs.complete(name)
+        await wait_until_stored(jobs)
+        for variant in ("thumbnail", "spritesheet"):
+            status, headers, content = await jobs.request(
+                f"/v1/videos/{name}/content?variant={variant}"
+            )
+            assert (status, content, headers["content-type"]) == (
+                200,
+                variant.encode(),
+                "image/jpeg",
+            )
+        assert local_names(jobs, name) == {"video.json"}
+
+
+async def test_refused_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence for each; a password is not repeated."""
+    (tmp_path / "file").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    text = "Install absent to use it"
+    fsspec.register_implementation("absent", "absent.Files", clobber=True, errtxt=text)
+    urls = ["nowhere://x", "absent://x", "file/x", "videos/jobs", "videos/jobs/x"]
+    urls += ["ftp://user:secret@127.0.0.1:1/x", ""]
+    sentences = {}
+    for url in urls:
+        with pytest.raises(InputError) as refused:
+            await Store(url).check(Path("videos/jobs"))
+        assert "secret" not in str(refused.value)
+        sentences[url] = str(refused.value)
+    check_refusals("serve: --store", sentences, [r"(?<=known protocols: ).*"])
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,291 @@
+"""Webhooks: which addresses are allowed, signatures, repetitions, order and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import asynccontextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.refusals import check_refusals
+from tests.serve.jobs import Jobs
+from wan.serve import retries, webhooks
+from wan.serve.service import Limits
+from wan.serve.webhook_hosts import WebhookHosts, read_url, read_webhook_host
+from wan.serve.webhooks import Webhooks
+from wan.settings.errors import InputError
+
+SECRET = "whsec_" + "c2VjcmV0IG9mIHRoZSB0ZXN0cw=="
+
+
+class Receiver(ThreadingHTTPServer):
+    """Receives webhooks in a thread.
+
+    Attributes:
+        statuses: Statuses of the next answers, 200 after them; 0: no answer.
+        received: Headers and body of each request.
+    """
+
+    def __init__(self) -> None:
+        self.statuses: Iterator[int] = iter(())
+        self.received: list[tuple[dict[str, str], bytes]] = []
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://localhost:{self.server_port}/hook?token=private"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def list_events(self) -> list[tuple[str, str]]:
+        """Returns the type and the job of each event."""
+        events = [json.loads(body) for _, body in self.received]
+        return [(event["type"], event["data"]["id"]) for event in events]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        status = next(self.server.statuses, 200)
+        self.server.received.append((dict(self.headers.items()), body))
+        if status:
+            self.send_response(status)
+            self.send_header("location", "/elsewhere")
+            self.end_headers()
+            self.wfile.write(b"x" * 100_000 * (len(self.server.received) % 2))
+
+    def do_GET(self) -> None:
+        raise AssertionError("a redirect was followed")
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    server = Receiver()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def hosts(*names: str) -> WebhookHosts:
+    values = [read_webhook_host("--webhook_hosts", name) for name in names]
+    return WebhookHosts(
+        frozenset(value for value in values if isinstance(value, str)),
+        tuple(value for value in values if not isinstance(value, str)),
+    )
+
+
+LOCAL = hosts("localhost", "127.0.0.0/8", "::1")
+
+
+def make_jobs(folder: Path, allowed: WebhookHosts = LOCAL) -> Jobs:
+    return Jobs(folder, Limits(queue=1000, webhook_hosts=allowed))
+
+
+@asynccontextmanager
+async def delivering(jobs: Jobs, allowed: WebhookHosts = LOCAL) -> Any:
+    """Delivers in the background; yields the list of the attempts' results."""
+    attempts: list[str] = []
+    key = webhooks.read_signing_key(SECRET)
+    sender = Webhooks(jobs.service, key, allowed, attempts.append)
+    sender._queue._longest = 0.05
+    task = asyncio.create_task(sender.run())
+    try:
+        yield attempts
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def wait_until_delivered(jobs: Jobs) -> None:
+    while jobs.service.journal.count_tasks("webhook"):
+        await asyncio.sleep(0.02)
+
+
+def test_fields() -> None:
+    """Refused addresses; none of them is repeated, as it may have a secret."""
+    texts = ["", "x", "ftp://a.b/", "http://", "http://a b/", "http://ü.example/", "http:///x"]
+    texts += ["http://user:secret@a.example/", "http://a.example:99999/", "http://a.example:0/"]
+    texts += ["http://a.example/\r\nx: y", "//a.example/", "http://[::1", "https://a\\b/", 5, []]
+    texts += ["http://a.example/" + "x" * 2000, "http://a.example:secret/", "http://a$b.example/"]
+    sentences = {}
+    for text in texts:
+        with pytest.raises(InputError) as refused:
+            read_url(text)
+        assert "secret" not in str(refused.value)
+        sentences[str(text)[:40].encode("unicode_escape").decode()] = str(refused.value)
+    check_refusals("serve: webhook_url", sentences)
+    assert read_url("HTTPS://Hooks.example/a?b#c") == "https://Hooks.example/a?b"
+
+
+PUBLIC = "93.184.215.14"
+INNER = ["127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "fe80::1%eth0", "fd00::1", "0.0.0.0"]
+INNER += [
+    "::ffff:10.1.2.3",
+    "64:ff9b::a9fe:a9fe",
+    "2002:a01:203::1",
+    "224.0.0.1",
+    "::",
+    "100.64.0.1",
+]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "url", "is_allowed"),
+    [
+        ([], "https://hooks.example/", False),
+        (["hooks.example"], "https://HOOKS.example./", True),
+        (["hooks.example"], "https://evil.hooks.example/", False),
+        (["hooks.example"], f"http://{PUBLIC}/", False),
+        (["*"], "http://any.example/", True),
+        (["*"], f"http://{PUBLIC}/", True),
+        (["*"], "http://10.1.2.3/", False),
+        (["*"], "http://[::1]/", False),
+        (["10.0.0.0/8"], "http://10.1.2.3:8080/", True),
+        (["10.0.0.0/8"], "http://11.1.2.3/", False),
+        (["fd00::/8"], "http://[fd00::5]/", True),
+    ],
+)
+def test_hosts_of_requests(allowed: list[str], url: str, is_allowed: bool) -> None:
+    if is_allowed:
+        hosts(*allowed).check_url(url)
+    else:
+        with pytest.raises(InputError):
+            hosts(*allowed).check_url(url)
+
+
+def test_addresses_of_deliveries() -> None:
+    """A name of the list may lead to a public address only, or to one of a listed network."""
+    assert not any(map(hosts("*", "hooks.example").allows_address, INNER))
+    assert hosts("*").allows_address(PUBLIC)
+    assert all(map(hosts("0.0.0.0/0", "::/0").allows_address, [PUBLIC, *INNER]))
+
+
+async def test_refused_requests(tmp_path: Path) -> None:
+    body = {"prompt": "x", "webhook_url": "http://127.0.0.1/"}
+    for allowed, words in (((), "--webhook_hosts"), (("*",), "does not allow")):
+        jobs = make_jobs(tmp_path / str(len(allowed)), hosts(*allowed))
+        status, _, answer = await jobs.request("/v1/videos", body)
+        assert (status, answer["error"]["param"]) == (400, "webhook_url")
+        assert words in answer["error"]["message"]
+    status, _, video = await jobs.request("/v1/videos", body | {"webhook_url": None})
+    assert status == 200 and "webhook_url" not in video
+
+
+async def test_events_are_signed_and_repeated(tmp_path: Path, receiver: Receiver) -> None:
+    """openai's client accepts the signatures; redirects and errors are no deliveries."""
+    jobs = make_jobs(tmp_path / "jobs")
+    names = [await jobs.create({"webhook_url": receiver.url, "seed": 3}) for _ in range(3)]
+    receiver.statuses = iter((302, 500, 0))
+    async with delivering(jobs) as attempts:
+        jobs.complete(names[0])
+        await wait_until_delivered(jobs)
+        jobs.start_idle_ranks()
+        jobs.handle_rank_message("failed", job=names[1], code="out_of_memory", message="Full.")
+        await wait_until_delivered(jobs)
+        for name in names:
+            await jobs.request(f"/v1/videos/{name}", method="DELETE")
+        await wait_until_delivered(jobs)
+    events = receiver.list_events()
+    assert events[:5] == [("video.completed", names[0])] * 4 + [("video.failed", names[1])]
+    assert sorted(events[5:]) == sorted(("video.deleted", name) for name in names)
+    assert attempts == ["repeated"] * 3 + ["delivered"] * 5
+    assert len({headers["webhook-id"] for headers, _ in receiver.received}) == 5
+    client = openai.OpenAI(api_key="none", webhook_secret=SECRET)
+    for headers, body in receiver.received:
+        client.webhooks.verify_signature(body, headers)
+    with pytest.raises(openai.InvalidWebhookSignatureError):
+        client.webhooks.verify_signature(receiver.received[0][1] + b" ", receiver.received[0][0])
+    video = json.loads(receiver.received[0][1])["data"]
+    assert (video["status"], video["seed"], video["object"]) == ("completed", 3, "video")
+    assert await jobs.service.journal.save()
+    jobs.service.journal.vacuum()
+    assert jobs.find_files_with("token=private") == []
+    assert jobs.service.journal.count_tasks("webhook") == 0
+
+
+@pytest.mark.parametrize("num_jobs", [20, pytest.param(200, marks=pytest.mark.slow)])
+async def test_many_jobs(num_jobs: int, tmp_path: Path, receiver: Receiver) -> None:
+    """Every third delivery fails; jobs are completed and then deleted; the service restarts."""
+    jobs = make_jobs(tmp_path / "jobs")
+    names = [await jobs.create({"webhook_url": receiver.url, "seed": 3}) for _ in range(num_jobs)]
+    receiver.statuses = iter([200, 200, 500] * 1000)
+    async with delivering(jobs):
+        for name in names[: num_jobs // 2]:
+            jobs.complete(name)
+        while len(receiver.received) < num_jobs // 4:
+            await asyncio.sleep(0.01)
+    for name in names[num_jobs // 2 :]:
+        jobs.complete(name)
+    assert await jobs.service.journal.save()
+    jobs.service.journal.close()
+    restarted = make_jobs(tmp_path / "jobs")
+    async with delivering(restarted):
+        await wait_until_delivered(restarted)
+        for name in names[::2]:
+            await restarted.request(f"/v1/videos/{name}", method="DELETE")
+        await wait_until_delivered(restarted)
+    events = receiver.list_events()
+    for name in names:
+        kinds = [*dict.fromkeys(kind for kind, job in events if job == name)]
+        deleted = ["video.deleted"] if name in names[::2] else []
+        assert kinds == ["video.completed", *deleted]
+    print(f"{len(events)} requests for {num_jobs * 3 // 2} events")
+    assert len(events) >= num_jobs * 2
+
+
+async def test_names_are_resolved_at_each_delivery(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`localhost` was allowed, but is not public; after three days the event is given up."""
+    jobs = make_jobs(tmp_path / "jobs")
+    name = await jobs.create({"webhook_url": receiver.url})
+    jobs.complete(name)
+    async with delivering(jobs, hosts("localhost", "*")) as attempts:
+        while len(attempts) < 2:
+            await asyncio.sleep(0.02)
+        monkeypatch.setattr(webhooks, "GIVE_UP_SECONDS", 0.0)
+        await wait_until_delivered(jobs)
+    assert receiver.received == [] and {*attempts[:-1]} == {"repeated"}
+    assert attempts[-1] == "given_up"
+
+
+async def test_a_slow_receiver_delays_no_other(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhooks, "SEND_SECONDS", 1.0)
+    jobs = make_jobs(tmp_path / "jobs")
+    silent = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    urls = [f"http://127.0.0.1:{port}/"] * 20 + [receiver.url]
+    for url in urls:
+        jobs.complete(await jobs.create({"webhook_url": url}))
+    async with delivering(jobs) as attempts:
+        while not receiver.received:
+            await asyncio.sleep(0.02)
+        assert "repeated" not in attempts
+        while "repeated" not in attempts:
+            await asyncio.sleep(0.02)
+    silent.close()
+
+
+async def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pauses between attempts are 1, 2, 4, ... seconds, up to the longest, and a bit less."""
+    pauses: list[float] = []
+    queue = retries.RetryQueue(
+        lambda: ["a"], lambda _: asyncio.sleep(0, False), max_running=1, max_per_group=1, longest=9
+    )
+    monkeypatch.setattr(retries.random, "uniform", lambda _, high: high)
+    for _ in range(6):
+        queue._due.clear()
+        queue._start_due()
+        await queue._tasks["a"]
+        pauses.append(round(queue._due["a"] - retries.time.monotonic()))
+    assert pauses == [1, 2, 4, 8, 9, 9]

@@ -1,0 +1,428 @@
+"""Damaged and hostile files of a checkpoint load, or are refused in a sentence, fast and small.
+
+python tests/unit/test_damaged_files.py 60000 outcomes.txt
+
+goes on after the last line of outcomes.txt (number, kind, outcome).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sentencepiece import sentencepiece_model_pb2
+
+from tests.cli.test_fuzz import RAW, damage_bytes
+from tests.gguf_files import make_gguf_folders
+from tests.pipelines import resolve_plan
+from tests.unit.test_marks import quantise_state
+from tools.quantize_dit import quantize_checkpoint
+from wan.checkpoint.layout import WAV2VEC2_FOLDER, inspect_checkpoint
+from wan.checkpoint.load import ModelSpec, open_sources
+from wan.checkpoint.lora import resolve_loras
+from wan.checkpoint.merge_lora import merge_loras
+from wan.checkpoint.w8a8_export import read_quantized_dit
+from wan.media.audio import Audio
+from wan.modules.audio_encoder import check_audio_encoder, extract_audio_features
+from wan.modules.clip import add_clip_position_ids, make_clip_spec
+from wan.modules.t5 import choose_text_encoder_dtypes, load_tokenizer, read_text_encoder_spec
+from wan.modules.vae.video_vae import read_vae_spec
+from wan.settings.errors import InputError
+from wan.tasks.base import build_dit
+from wan.testing.random_checkpoint import AUDIO_DIM, make_checkpoint
+
+TASK = "t2v-1.3B"
+SIZES = {"num_layers": 1, "dim": 64, "ffn_dim": 96, "num_heads": 2}
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+LAYER = "blocks.0.self_attn.q"
+MAX_SECONDS = 2.0  # of the process
+MAX_GROWTH = 64  # MB of resident memory
+HOSTILE = (0, 1, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 60, (1 << 63) - 1, (1 << 64) - 1)
+Damage = Callable[[bytes, random.Random], bytes]
+CPU = torch.device("cpu")
+
+
+class Target(NamedTuple):
+    """A file to damage, how, and what reads it."""
+
+    file: Path
+    damage: Damage
+    load: Callable[[], object]
+
+
+def damage_value(value: Any, draw: random.Random) -> Any:
+    """Changes one to three places of a JSON value."""
+    value = copy.deepcopy(value)
+    for _ in range(draw.randint(1, 3)):
+        node = value
+        while isinstance(node, dict | list) and node:
+            keys = [*node] if isinstance(node, dict) else range(len(node))
+            key: Any = draw.choice(keys)
+            if isinstance(node[key], dict | list) and node[key] and draw.random() < 0.7:
+                node = node[key]
+                continue
+            change = draw.random()
+            if change < 0.15:
+                del node[key]
+            elif change < 0.3 and isinstance(node, dict):
+                node[str(draw.choice(RAW))] = node.pop(key)
+            elif change < 0.45:
+                node[key] = copy.deepcopy(node[draw.choice(keys)])
+            elif change < 0.6 and isinstance(node[key], int):
+                node[key] = node[key] * draw.choice((-1, 0, 2)) + draw.choice((-1, 0, 1, 1 << 62))
+            else:
+                node[key] = copy.deepcopy(draw.choice((*RAW, *HOSTILE)))
+            break
+    return value
+
+
+def damage_json(content: bytes, draw: random.Random) -> bytes:
+    if draw.random() < 0.2:
+        return damage_bytes(content, draw)
+    if draw.random() < 0.1:
+        return draw.choice(
+            (b"", b"[" * 100_000, b'{"a":' * 50_000, b"1" * 9999, b"\xff\xfe{}", b"{}")
+        )
+    text = json.dumps(damage_value(json.loads(content), draw))
+    return text.encode(errors="surrogatepass")
+
+
+def damage_header(content: bytes, draw: random.Random) -> bytes:
+    """Damages the header of a safetensors file."""
+    size = int.from_bytes(content[:8], "little")
+    header, data = content[8 : 8 + size], content[8 + size :]
+    if draw.random() < 0.15:
+        return damage_numbers(content, draw)
+    header = damage_json(header, draw)
+    header += b" " * draw.choice((0, -len(header) % 8))
+    size = draw.choice((len(header),) * 9 + (draw.choice(HOSTILE),))
+    return size.to_bytes(8, "little") + header + data
+
+
+def damage_numbers(content: bytes, draw: random.Random) -> bytes:
+    """Replaces 4 or 8 bytes by hostile integers, near the begin mostly."""
+    damaged = bytearray(damage_bytes(content, draw) if draw.random() < 0.3 else content)
+    for _ in range(draw.choice((1, 1, 3))):
+        limit = draw.choice((min(64, len(damaged)), min(4096, len(damaged)), len(damaged)))
+        offset, width = draw.randrange(limit + 1), draw.choice((4, 8))
+        number = draw.choice(HOSTILE) % (1 << 8 * width)
+        damaged[offset : offset + width] = number.to_bytes(width, "little")
+    return bytes(damaged)
+
+
+def damage_marks(content: bytes, draw: random.Random) -> bytes:
+    """Damages ComfyUI's JSON in the bytes of a tensor `comfy_quant`, which keeps its size."""
+    begin = content.rindex(b'{"format"')
+    end = content.index(b"}", begin) + 1
+    mark = damage_json(content[begin:end], draw)[: end - begin].ljust(end - begin)
+    return content[:begin] + mark + content[end:]
+
+
+def load_dits(folder: Path) -> None:
+    for files in inspect_checkpoint(folder).experts.values():
+        make = partial(build_dit, files.config)
+        spec = ModelSpec("DiT", make, files.tensors, files.folder)
+        spec.load(device=CPU, dtype_of=lambda *_: torch.float32)
+
+
+def load_text_encoder(file: Path) -> None:
+    spec = read_text_encoder_spec(file)
+    spec.load(device=CPU, dtype_of=choose_text_encoder_dtypes(torch.float32))
+
+
+def load_vae(file: Path) -> None:
+    read_vae_spec(file).load(device=CPU, dtype_of=lambda *_: torch.float32)
+
+
+def load_lora(file: Path, folder: Path) -> None:
+    checkpoint = inspect_checkpoint(folder)
+    loras = resolve_loras({"lora": (str(file),)}, checkpoint)["dit"]
+    tensors = checkpoint.experts["dit"].tensors
+    sources = merge_loras(open_sources(tensors), loras)
+    for name in {name for adapter in loras for name in adapter.deltas}:
+        sources[name].read(slice(None))
+
+
+def load_export(export_folder: Path, folder: Path) -> None:
+    options: Any = {"device": "cpu", "dit_fsdp": False, "fa_quant": None}
+    checkpoint = inspect_checkpoint(folder)
+    for export in read_quantized_dit(export_folder, checkpoint, **options).experts.values():
+        for layer in export.linears.values():
+            for source in open_sources(layer.tensors).values():
+                source.read(slice(None))
+
+
+def write_lora(folder: Path) -> Path:
+    """A LoRA, a LoHa and a LoKr of three layers."""
+    ones, dim = torch.ones, SIZES["dim"]
+    tensors = {f"{LAYER}.lora_A.weight": ones(2, dim), f"{LAYER}.lora_B.weight": ones(dim, 2)}
+    tensors |= {f"{LAYER}.alpha": torch.tensor(2.0), f"{LAYER}.dora_scale": ones(dim, 1)}
+    layer = "blocks.0.self_attn.k"
+    tensors |= {f"{layer}.hada_w{i}_a": ones(dim, 2) for i in (1, 2)}
+    tensors |= {f"{layer}.hada_w{i}_b": ones(2, dim) for i in (1, 2)}
+    layer = "blocks.0.self_attn.v"
+    tensors |= {f"{layer}.lokr_w1": ones(4, 4), f"{layer}.lokr_w2": ones(dim // 4, dim // 4)}
+    tensors["blocks.0.self_attn.o.diff_b"] = ones(dim)
+    metadata = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 4})}
+    save_file(tensors, folder / "lora.safetensors", metadata)
+    return folder / "lora.safetensors"
+
+
+def write_peft_folder(folder: Path) -> Path:
+    """An adapter of PEFT with its adapter_config.json."""
+    folder.mkdir()
+    dim, name = SIZES["dim"], f"base_model.model.{LAYER}"
+    tensors = {f"{name}.lora_A.weight": torch.ones(2, dim)}
+    tensors |= {f"{name}.lora_B.weight": torch.ones(dim, 2)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "alpha_pattern": {"q": 3}}
+    config |= {"rank_pattern": {"q": 2}, "bias": "none", "modules_to_save": ["head"]}
+    config |= {"init_lora_weights": True, "use_rslora": False, "use_dora": False}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder / "adapter_model.safetensors"
+
+
+def write_sentencepiece(path: Path) -> Path:
+    """A text encoder's file with a small SentencePiece model."""
+    proto = sentencepiece_model_pb2.ModelProto()
+    for number, piece in enumerate(("<pad>", "</s>", "<unk>", "a", "b", "\u2581", "\u2581a")):
+        kind = {"<unk>": 2}.get(piece, 3 if number < 2 else 1)
+        proto.pieces.add(piece=piece, score=-float(number), type=kind)
+    proto.trainer_spec.model_type = 1
+    model = torch.tensor(list(proto.SerializeToString()), dtype=torch.uint8)
+    save_file({"spiece_model": model, "shared.weight": torch.zeros(7, 4)}, path)
+    return path
+
+
+def write_vocabulary(path: Path) -> Path:
+    """A GGUF file with a vocabulary."""
+    writer = gguf.GGUFWriter(path, "t5encoder")
+    pieces = ["<pad>", "</s>", "<unk>", "a", "b", "\u2581"]
+    writer.add_token_list(pieces)
+    writer.add_token_scores([-float(number) for number in range(len(pieces))])
+    writer.add_token_types([3, 3, 2, 1, 1, 1])
+    writer.add_tensor("enc.output_norm.weight", torch.zeros(4).numpy())
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file):
+        write()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def make_fp8_folder(source: Path, folder: Path) -> Path:
+    """The checkpoint in ComfyUI's FP8, with a mark for each layer, and one for all of them."""
+    shutil.copytree(source, folder)
+    stored, _ = quantise_state(load_file(source / WEIGHTS), "float8")
+    formats = {"layers": {LAYER: {"format": "float8_e4m3fn"}}}
+    save_file(stored, folder / WEIGHTS, {"_quantization_metadata": json.dumps(formats)})
+    return folder
+
+
+def make_encoder_targets(root: Path) -> dict[str, Target]:
+    """Writes the files that only other tasks have."""
+    s2v, i2v, vace = (
+        make_checkpoint(task, root / task, sizes=SIZES)
+        for task in ("s2v-14B", "i2v-14B", "vace-1.3B")
+    )
+    audio, clip = s2v / WAV2VEC2_FOLDER, next(i2v.glob("models_clip*"))
+    features = partial(extract_audio_features, audio, Audio(audio, np.ones(4000, np.float32)))
+    check = partial(check_audio_encoder, audio, AUDIO_DIM)
+    clip_file = root / "clip.safetensors"
+    save_file(torch.load(clip, weights_only=True), clip_file)
+
+    def load_clip(file: Path) -> None:
+        make_clip_spec(file).load(
+            device=CPU, dtype_of=lambda *_: torch.float32, transform=add_clip_position_ids
+        )
+
+    return {
+        "audio encoder's config.json": Target(audio / "config.json", damage_json, check),
+        "audio encoder": Target(audio / "model.safetensors", damage_header, features),
+        "CLIP": Target(clip_file, damage_header, partial(load_clip, clip_file)),
+        "CLIP, pickled": Target(clip, damage_numbers, partial(load_clip, clip)),
+        "VACE's config.json": Target(vace / "config.json", damage_json, partial(load_dits, vace)),
+        "VACE": Target(vace / WEIGHTS, damage_header, partial(load_dits, vace)),
+        "S2V's config.json": Target(s2v / "config.json", damage_json, partial(load_dits, s2v)),
+    }
+
+
+def make_targets(root: Path) -> dict[str, Target]:
+    """Writes small files of all kinds; returns them by kind."""
+    plain = make_checkpoint(TASK, root / TASK, sizes=SIZES)
+    (root / "d").mkdir()
+    diffusers = make_checkpoint(
+        "t2v-A14B", root / "d" / "t2v-A14B", layout="diffusers", sizes=SIZES
+    )
+    fp8 = make_fp8_folder(plain, root / "fp8")
+    quantised = make_gguf_folders(plain, "Q8_0", root / "q")[0]
+    export = quantize_checkpoint(plain, root / "export")
+    lora, adapter = write_lora(root), write_peft_folder(root / "peft")
+    spiece, vocabulary = (
+        write_sentencepiece(root / "t5.safetensors"),
+        write_vocabulary(root / "t5.gguf"),
+    )
+    tokenizer = plain / "google" / "umt5-xxl"
+    gguf_file = next(quantised.glob("*.gguf"))
+    text = diffusers / "text_encoder"
+    index = next((diffusers / "transformer").glob("*.index.json"))
+    description = next(export.glob("*.json"))
+    plan = partial(resolve_plan, "--task", "t2v-A14B", "--ckpt_dir", diffusers)
+
+    def dits(folder: Path) -> Callable[[], None]:
+        return partial(load_dits, folder)
+
+    load_adapter = partial(load_lora, adapter, plain)
+    targets = {
+        "DiT": Target(plain / WEIGHTS, damage_header, dits(plain)),
+        "DiT, FP8": Target(fp8 / WEIGHTS, damage_header, dits(fp8)),
+        "marks": Target(fp8 / WEIGHTS, damage_marks, dits(fp8)),
+        "DiT, GGUF": Target(gguf_file, damage_numbers, dits(quantised)),
+        "config.json": Target(plain / "config.json", damage_json, dits(plain)),
+        "diffusers' config.json": Target(
+            diffusers / "transformer" / "config.json", damage_json, dits(diffusers)
+        ),
+        "index of shards": Target(index, damage_json, dits(diffusers)),
+        "model_index.json": Target(diffusers / "model_index.json", damage_json, plan),
+        "VAE": Target(
+            diffusers / "vae" / WEIGHTS, damage_header, partial(load_vae, diffusers / "vae")
+        ),
+        "VAE, pickled": Target(
+            plain / "Wan2.1_VAE.pth", damage_numbers, partial(load_vae, plain / "Wan2.1_VAE.pth")
+        ),
+        "text encoder": Target(
+            sorted(text.glob("*.safetensors"))[0], damage_header, partial(load_text_encoder, text)
+        ),
+        "tokenizer.json": Target(
+            tokenizer / "tokenizer.json", damage_json, partial(load_tokenizer, tokenizer)
+        ),
+        "tokenizer_config.json": Target(
+            tokenizer / "tokenizer_config.json", damage_json, partial(load_tokenizer, tokenizer)
+        ),
+        "special_tokens_map.json": Target(
+            tokenizer / "special_tokens_map.json", damage_json, partial(load_tokenizer, tokenizer)
+        ),
+        "SentencePiece": Target(spiece, damage_numbers, partial(load_tokenizer, spiece)),
+        "vocabulary, GGUF": Target(vocabulary, damage_numbers, partial(load_tokenizer, vocabulary)),
+        "LoRA": Target(lora, damage_header, partial(load_lora, lora, plain)),
+        "LoRA of PEFT": Target(adapter, damage_header, load_adapter),
+        "adapter_config.json": Target(
+            adapter.with_name("adapter_config.json"), damage_json, load_adapter
+        ),
+        "description": Target(
+            description, damage_json, partial(load_export, description.parent, plain)
+        ),
+        "export": Target(
+            next(description.parent.glob("*.safetensors")),
+            damage_header,
+            partial(load_export, description.parent, plain),
+        ),
+    }
+    targets |= make_encoder_targets(root)
+    for target in targets.values():
+        target.load()
+    return targets
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a new file; the earlier one may be mapped."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+def read_memory(key: str) -> float:
+    """Returns an entry of /proc/self/status in MB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
+
+
+def try_damaged(targets: Mapping[str, Target], contents: Mapping[str, bytes], seed: int) -> str:
+    """Damages one file, reads it, and restores it; returns the kind and the outcome."""
+    draw = random.Random(seed)
+    kind = draw.choice([*targets])
+    target = targets[kind]
+    replace_file(target.file, target.damage(contents[kind], draw))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    memory, begin = read_memory("VmRSS"), time.process_time()
+    try:
+        target.load()
+        outcome = "loaded"
+    except InputError as error:
+        text = str(error)
+        is_sentence = text.endswith((".", "?", "!")) and "\n" not in text and len(text) < 3000
+        outcome = "refused" if is_sentence else f"no sentence: {text[:500]!r}"
+    except BaseException as error:  # a panic of a library is no Exception
+        outcome = f"{type(error).__name__}: {str(error)[:300]!r}"
+    seconds, growth = time.process_time() - begin, read_memory("VmHWM") - memory
+    if outcome in ("loaded", "refused") and seconds > MAX_SECONDS:
+        outcome = f"slow: {seconds:.1f} s, {outcome}"
+    if outcome in ("loaded", "refused") and growth > MAX_GROWTH:
+        outcome = f"large: {growth:.0f} MB, {outcome}"
+    replace_file(target.file, contents[kind])
+    return f"{kind}\t{outcome}"
+
+
+def read_contents(targets: Mapping[str, Target]) -> dict[str, bytes]:
+    return {kind: target.file.read_bytes() for kind, target in targets.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_files(tmp_path: Path) -> None:
+    targets = make_targets(tmp_path)
+    contents = read_contents(targets)
+    outcomes = Counter(try_damaged(targets, contents, seed) for seed in range(1000))
+    assert {outcome.split("\t")[1] for outcome in outcomes} == {"loaded", "refused"}, outcomes
+    assert all(outcomes[f"{kind}\trefused"] for kind in targets), outcomes
+
+
+def main(count: int, log: Path) -> None:
+    """Tries the numbers after those in the log; a process of its own for each 500."""
+    done = log.read_text().splitlines() if log.exists() else []
+    first = int(done[-1].split("\t")[0]) + 1 if done else 0
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as name:
+        targets = make_targets(Path(name))
+        contents = read_contents(targets)
+        while first < count:
+            last = min(first + 500, count)
+            if (child := os.fork()) == 0:
+                try:
+                    with log.open("a") as file:
+                        for seed in range(first, last):
+                            print(seed, try_damaged(targets, contents, seed), sep="\t", file=file)
+                            file.flush()
+                    os._exit(0)
+                finally:  # of a defect of this program
+                    os._exit(1)
+            _, status = os.waitpid(child, 0)
+            first = last
+            if status:
+                first = int(log.read_text().splitlines()[-1].split("\t")[0]) + 1
+                with log.open("a") as file:
+                    print(first, "?", f"killed by {status}", sep="\t", file=file)
+                first += 1
+    outcomes = Counter(line.split("\t", 1)[1] for line in log.read_text().splitlines())
+    for outcome, number in sorted(outcomes.items()):
+        print(f"{number}\t{outcome}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

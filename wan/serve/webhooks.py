@@ -1,0 +1,196 @@
+"""Sends the end of each job to the webhook of its request, signed, until it is received."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import json
+import re
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import wan
+from wan.serve.connections import RareMessages
+from wan.serve.journal import ServiceJob
+from wan.serve.responses import make_video_object
+from wan.serve.retries import RetryQueue, call_in_thread
+from wan.serve.service import Service
+from wan.serve.webhook_hosts import WebhookHosts
+from wan.utils.log import logger
+
+GIVE_UP_SECONDS = 3 * 86400.0
+"""Seconds after the end of a job in which its event is sent again."""
+SEND_SECONDS = 15.0
+"""Seconds from the start of a delivery to the status of its answer."""
+_DRAIN_SECONDS = 1.0  # seconds to read the rest of an answer, which has no meaning
+_MAX_ANSWER = 1 << 16  # bytes of an answer that are read
+_LONGEST_PAUSE = 3600.0  # seconds between two attempts
+_MAX_SENDING = 16  # deliveries at the same time
+_MAX_PER_HOST = 4
+_PORTS = {"http": 80, "https": 443}
+
+_log = logger.getChild("webhooks")
+_log.addFilter(RareMessages())
+
+
+class Webhooks:
+    """Delivers the events of ended jobs: each at least once, those of a job in order.
+
+    What is left to deliver is in the journal.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        secret: bytes,
+        hosts: WebhookHosts,
+        on_attempt: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Starts nothing; `run` does.
+
+        Args:
+            secret: Key of the signatures, from `read_signing_key`.
+            hosts: Checked for each delivery.
+            on_attempt: Called with "delivered", "repeated" or "given_up", for metrics.
+        """
+        self._service, self._secret, self._hosts = service, secret, hosts
+        self._on_attempt = on_attempt
+        self._tls = ssl.create_default_context()
+        self._queue = RetryQueue(
+            lambda: service.journal.list_tasks("webhook"),
+            self._deliver,
+            get_group=self._get_host,
+            max_running=_MAX_SENDING,
+            max_per_group=_MAX_PER_HOST,
+            longest=_LONGEST_PAUSE,
+        )
+
+    async def run(self) -> None:
+        """Delivers events until it is cancelled."""
+        await self._queue.run()
+
+    def _get_host(self, job_id: str) -> str:
+        job = self._service.journal.get_ended(job_id)
+        return "" if job is None or job.webhook_url is None else urlsplit(job.webhook_url).netloc
+
+    async def _deliver(self, job_id: str) -> bool:
+        """Sends the event of a job once; returns whether it was delivered or given up."""
+        job = self._service.journal.get_ended(job_id)
+        if job is None or job.webhook_url is None or not job.has_webhook_event:
+            return True
+        state, host = job.state, urlsplit(job.webhook_url).netloc
+        why = await self._send(job, job.webhook_url)
+        if why is None:
+            self._on_attempt("delivered")
+        elif why == "status 410" or time.time() - (job.ended or 0.0) > GIVE_UP_SECONDS:
+            logger.error("The event of %s was not delivered to %s (%s).", job_id, host, why)
+            self._on_attempt("given_up")
+        else:
+            _log.warning("The event of %s is sent to %s again (%s).", job_id, host, why)
+            self._on_attempt("repeated")
+            return False
+        self._service.journal.update_ended(job_id, webhook_sent=state)
+        return True
+
+    async def _send(self, job: ServiceJob, url: str) -> str | None:
+        """Sends the event of a job; returns why it was not delivered, None if it was."""
+        event_id, body = make_event(self._service, job)
+        headers = sign_event(self._secret, event_id, int(time.time()), body)
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                status = await self._post(urlsplit(url), headers, body)
+        except TimeoutError:
+            return f"no answer in {SEND_SECONDS:.0f} s"
+        except (OSError, ValueError, EOFError, asyncio.LimitOverrunError) as error:
+            return getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return None if 200 <= status < 300 else f"status {status}"
+
+    async def _post(self, url: SplitResult, headers: dict[str, str], body: bytes) -> int:
+        """Sends a request; returns the status. No redirect is followed, no proxy is used."""
+        host, port = url.hostname or "", url.port or _PORTS[url.scheme]
+        entries = await call_in_thread(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        addresses = [*dict.fromkeys(str(entry[4][0]) for entry in entries)]
+        if not addresses or not all(map(self._hosts.allows_address, addresses)):
+            raise PermissionError("its address is not public, and not in --webhook_hosts")
+        is_tls = url.scheme == "https"
+        reader, writer = await asyncio.open_connection(
+            addresses[0],
+            port,
+            limit=_MAX_ANSWER,
+            ssl=self._tls if is_tls else None,
+            server_hostname=host if is_tls else None,
+        )
+        try:
+            target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+            lines = [f"POST {target} HTTP/1.1", f"Host: {url.netloc}"]
+            lines += [f"{name}: {value}" for name, value in headers.items()]
+            writer.write("\r\n".join([*lines, "\r\n"]).encode("ascii") + body)
+            await writer.drain()
+            return await _read_status(reader)
+        finally:
+            writer.transport.abort()
+
+
+async def _read_status(reader: asyncio.StreamReader) -> int:
+    """Reads the status of an answer, and the rest of it as far as that comes soon."""
+    status = 100
+    while 100 <= status < 200:
+        head = await reader.readuntil(b"\r\n\r\n")
+        match = re.match(rb"HTTP/1\.\d (\d{3})\b", head)
+        if match is None:
+            raise ValueError("the answer is not HTTP")
+        status = int(match[1])
+    with suppress(OSError, EOFError, TimeoutError):  # so that the server can end its answer
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            await reader.readexactly(_MAX_ANSWER)
+    return status
+
+
+def make_event(service: Service, job: ServiceJob) -> tuple[str, bytes]:
+    """Returns the id of the event of an ended job, equal at each attempt, and its body."""
+    event_id = f"evt_{job.id}_{job.state}"
+    data: dict[str, Any] = {"id": job.id, "object": "video.deleted", "deleted": True}
+    if job.state != "deleted":
+        data = make_video_object(service, job)
+    event = {
+        "id": event_id,
+        "object": "event",
+        "created_at": int(job.ended or 0.0),
+        "type": f"video.{job.state}",
+        "data": data,
+    }
+    return event_id, json.dumps(event, ensure_ascii=False).encode()
+
+
+def sign_event(secret: bytes, event_id: str, timestamp: int, body: bytes) -> dict[str, str]:
+    """Returns the headers of an event, with its signature by the scheme Standard Webhooks."""
+    content = f"{event_id}.{timestamp}.".encode() + body
+    digest = hmac.digest(secret, content, hashlib.sha256)
+    return {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        "Connection": "close",
+        "User-Agent": f"wan/{wan.__version__}",
+        "webhook-id": event_id,
+        "webhook-timestamp": str(timestamp),
+        "webhook-signature": f"v1,{base64.b64encode(digest).decode()}",
+    }
+
+
+def read_signing_key(text: str) -> bytes:
+    """Returns the key of a secret: text, or `whsec_` and base64.
+
+    Raises:
+        ValueError: The base64 is invalid.
+    """
+    prefix, _, encoded = text.partition("whsec_")
+    if prefix or not encoded:
+        return text.encode()
+    return base64.b64decode(encoded, validate=True)
