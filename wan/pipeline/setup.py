@@ -14,6 +14,7 @@ from wan.cache.policy import Policy
 from wan.checkpoint.config import BLOCK_PREFIXES
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.lora import Lora
+from wan.checkpoint.lora_folder import VideoLoras
 from wan.checkpoint.tensor_info import FP8, GGUF
 from wan.checkpoint.w8a8_export import QuantizedDit, check_export_device
 from wan.settings import attention, devices, parallel, rules, step_cache
@@ -49,6 +50,7 @@ class Setup:
         policy: Policy of the step cache; None: no step cache.
         loras: The LoRAs of each expert.
         lora_options: The folder of LoRAs for single videos, and the limit of their cache.
+        video_loras: LoRAs of this video only, whose memory is counted.
     """
 
     preset: Preset
@@ -62,6 +64,7 @@ class Setup:
     policy: Policy | None = None
     loras: Mapping[str, tuple[Lora, ...]] = field(default_factory=dict)
     lora_options: VideoLoraOptions = field(default_factory=VideoLoraOptions)
+    video_loras: VideoLoras = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rules.check_rules(rules.PIPELINE_RULES, self._rule_values())
