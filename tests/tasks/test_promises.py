@@ -212,7 +212,8 @@ def test_a_run_after_a_killed_one(task: str, asked: Ask, tmp_path: Path) -> None
     """The same video; no files of the killed run remain."""
     task_run, out = asked(task), tmp_path / "v.mp4"
     argv = [*task_run.argv, "--save_file", str(out)]
-    with Ranks([{}], failing.main, "kill", "0", *argv) as killed:
+    more = ["--sample_steps", "4"]  # half of them are two, and it fails in the second
+    with Ranks([{}], failing.main, "kill", "0", *argv, *more) as killed:
         assert killed.wait_for_exit() == [-9], killed.format_outputs()
     assert not out.exists()
     assert run_generate(*argv) == 0
