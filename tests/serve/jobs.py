@@ -46,7 +46,10 @@ class Jobs:
 
     Attributes:
         folder: The folder of --journal.
+        num_unread_parts: Parts of the last request's body that the service has not read.
     """
+
+    num_unread_parts = 0
 
     def __init__(
         self,
@@ -127,6 +130,7 @@ class Jobs:
             messages.append(message)
 
         await self.app(scope, receive, send)
+        self.num_unread_parts = sum(1 for _ in requests)
         start, *parts = messages
         response_headers = {name.decode(): value.decode() for name, value in start["headers"]}
         answer = b"".join(part.get("body", b"") for part in parts)

@@ -27,6 +27,25 @@ async def test_a_page_goes_on_after_a_video_also_after_a_deleted_one(jobs: Jobs)
     assert (await jobs.request("/v1/videos?after=video_none"))[0] == 404
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"transfer_encoding": "chunked"}, 413),
+        ({"content_length": "600"}, 413),
+        ({"content_length": "60", "host": "evil.example"}, 421),
+    ],
+)
+async def test_a_refused_body_is_read(headers: dict[str, str], status: int, tmp_path: Path) -> None:
+    """Clients that still send see a closed connection instead of the answer."""
+    jobs = Jobs(tmp_path / "jobs", most_bytes=100)
+    parts = (b"x" * 60,) * 10
+    assert (await jobs.request("/v1/videos", parts, **headers))[0] == status
+    assert jobs.num_unread_parts == 0
+    waiting = {"content_length": "600", "expect": "100-continue"}
+    assert (await jobs.request("/v1/videos", parts, **waiting))[0] == 413
+    assert jobs.num_unread_parts == 10
+
+
 async def test_an_estimate_has_a_constant_part(jobs: Jobs) -> None:
     for steps, seconds in ((1, 12.0), (2, 14.0), (4, 18.0)):
         name = await jobs.create({"num_inference_steps": steps})
