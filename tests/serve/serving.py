@@ -126,6 +126,10 @@ class ServiceProcess:
             assert time.monotonic() < deadline, f"waited {seconds} s\n{self.read_logs()}"
             time.sleep(0.05)
 
+    def count_tracebacks(self) -> int:
+        """Returns the number of tracebacks in the output of the front since its last start."""
+        return self._front.texts[0].count("Traceback")
+
     def read_logs(self) -> str:
         """Returns the last lines of the output of the front and of the log of the ranks."""
         log = self.folder / "ranks.log"
