@@ -51,6 +51,7 @@ _SECRET = "secret of the load"
 _ANSWERS = (200, 200, 500, 200, 200, 0)  # of the receiver; 0: none
 _SAMPLE_SECONDS = 5.0  # between two measurements of memory
 _DRAIN_SECONDS = 600.0
+_START_SECONDS = 600.0  # other programs may use all cores
 _LOCAL_SECONDS = 15.0  # after which a stored video is no longer on the local disk
 
 
@@ -86,16 +87,18 @@ def run_load(
     memory: list[tuple[float, float, list[float]]] = []
     for thread in threads:
         thread.start()
-    next_kill = start + (options.kill_every or float("inf"))
+    next_kill, shown = start + (options.kill_every or float("inf")), 0
     while len(ledger.wanted) < options.jobs and time.monotonic() - start < 60 * options.minutes:
+        for sentence in ledger.wrong[shown:]:
+            print(f"wrong: {sentence}", flush=True)
+            shown += 1
         megabytes = _read_resident_megabytes(served)
         if len(megabytes) == 1 + options.ranks:
             memory.append((round(time.monotonic() - start, 1), megabytes[0], megabytes[1:]))
         if time.monotonic() > next_kill:
+            target = chance.choice(("rank", "rank", "front", "stop"))
+            _disturb_service(served, target, kills, chance)
             next_kill = time.monotonic() + options.kill_every * chance.uniform(0.5, 1.5)
-            _disturb_service(
-                served, chance.choice(("rank", "rank", "front", "stop")), kills, chance
-            )
         time.sleep(min(_SAMPLE_SECONDS, max(next_kill - time.monotonic(), 0.05)))
     finished.set()
     for thread in threads:
@@ -133,7 +136,7 @@ def _disturb_service(
         served.kill()
     elif served.stop():
         kills["stopped with an error"] += 1
-    served.start()
+    served.start(_START_SECONDS)
 
 
 def _read_resident_megabytes(served: ServiceProcess) -> list[float]:

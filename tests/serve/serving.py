@@ -105,11 +105,11 @@ class ServiceProcess:
         self._descriptors = descriptors
         self.start()
 
-    def start(self) -> None:
+    def start(self, seconds: float = 120) -> None:
         """Starts the front, and waits until its ranks are ready."""
         self._front = Ranks([self._environment], _run_front, self._argv, self._descriptors)
         self.front = self._front.processes[0]
-        self.wait(lambda: self.health().get("status") == "ok", 120)
+        self.wait(lambda: self.health().get("status") == "ok", seconds)
 
     def __enter__(self) -> ServiceProcess:
         return self
