@@ -289,7 +289,10 @@ class SeededClient:
             self._ledger.wanted[headers["X-Request-Id"]] = wanted
             self._ledger.abandoned.discard(key)
             self._check_video(content)
-        elif status == 500 and content["error"]["code"] not in ("ranks_lost", "interrupted"):
+        elif status == 500 and (
+            isinstance(content, bytes)
+            or content["error"]["code"] not in ("ranks_lost", "interrupted")
+        ):
             self._ledger.wrong.append(f"sync: {content}")
 
     def _leave_before_video(self) -> None:
