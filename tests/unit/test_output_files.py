@@ -324,12 +324,3 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         )
     check_refusals("output files: folders that cannot be made", messages)
     assert sorted(tmp_path.iterdir()) == paths_before
-
-
-def test_folders_are_checked_by_several_threads(tmp_path: Path) -> None:
-    """A service checks its folder for each request; a killed process leaves its probe."""
-    (tmp_path / f".{make_process_name()}-probe").touch()
-    with ThreadPoolExecutor(4) as threads:
-        for _ in threads.map(lambda _: check_folder(tmp_path, "--out", tmp_path), range(200)):
-            pass
-    assert len([*tmp_path.iterdir()]) == 1
