@@ -69,10 +69,10 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
     failed_lines = [
         line for path in sorted(folder.glob("*.summary.json")) for line in _list_failed_lines(path)
     ]
-    style_source = resources.files("wan.serve").joinpath("page.html").read_text("utf-8")
+    style = resources.files("wan.serve").joinpath("page", "page.css").read_text("utf-8")
     text = _PAGE.format(
         title=_TITLE,
-        style=style_source.partition("<style>")[2].partition("</style>")[0],
+        style=style,
         failed="".join(f"<p>{html.escape(line)}</p>\n" for line in failed_lines),
         cards="\n".join(cards),
     )

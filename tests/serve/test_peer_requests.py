@@ -41,6 +41,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "metrics": {"return_stage_metrics": True},
     "true cfg": {"true_cfg_scale": 1.0},
     "quality": {"quality": "default"},
+    "high quality": {"quality": "high", "output_quality": "high"},
     "start": {"start_time_seconds": 0},
     "no LoRA": {"lora": {}},
     "LoRA null": {"lora": None},
@@ -84,8 +85,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "true cfg": ({"true_cfg_scale": 4}, "true_cfg_scale"),
     "LoRA": ({"lora": {"path": "/x", "scale": 1}}, "lora"),
     "LoRA as text": ({"lora": '{"path": "/x"}'}, "lora"),
-    "ratio": ({"aspect_ratio": "16:9"}, "aspect_ratio"),
-    "edge": ({"short_edge": 480}, "short_edge"),
+    "ratio": ({"aspect_ratio": "wide"}, "aspect_ratio"),
+    "ratio of nothing": ({"aspect_ratio": "16:0"}, "aspect_ratio"),
+    "ratio and size": ({"aspect_ratio": "1:1", "size": "64x64"}, "aspect_ratio"),
+    "edge and width": (SIZE | {"short_edge": 480}, "short_edge"),
+    "edge": ({"short_edge": 0}, "short_edge"),
+    "lossless": ({"quality": "lossless"}, "quality"),
+    "frames and seconds": ({"seconds": 4, "num_frames": 5}, "seconds"),
     "one side": ({"width": 96}, "width"),
     "two sizes": (SIZE | {"size": "64x64"}, "width"),
     "wide": ({"width": "wide", "height": 64}, "width"),
@@ -152,6 +158,23 @@ async def test_requests_that_are_refused(jobs: Jobs) -> None:
     check_refusals("serve: requests of other APIs", messages, ["'Expecting.*'"])
 
 
+async def test_a_size_from_its_shape(tmp_path: Path) -> None:
+    """The missing one of area and shape is that of the service, 832x480; sides are 16n."""
+    jobs = Jobs(tmp_path / "jobs", flags=["--size", "832*480"])
+    for body, size in (
+        ({"aspect_ratio": "16:9", "short_edge": 480}, "848x480"),
+        ({"aspect_ratio": "9:16", "short_edge": "720"}, "720x1280"),
+        ({"aspect_ratio": "1:1"}, "624x624"),
+        ({"short_edge": 240}, "416x240"),
+    ):
+        status, _, video = await jobs.request("/v1/videos", {"prompt": PROMPT} | body)
+        assert (status, video.get("size")) == (200, size), video
+    body = {"prompt": PROMPT, "aspect_ratio": "1:1", "input_reference": make_data_url()}
+    image_jobs = Jobs(tmp_path / "image", flags=["--task", "i2v-A14B"])
+    status, _, answer = await image_jobs.request("/v1/videos", body)
+    assert (status, answer["error"]["param"]) == (400, "aspect_ratio")
+
+
 REFERENCES: dict[str, tuple[str, Any]] = {
     "text": ("input_reference", make_data_url()),
     "object": ("input_reference", {"image_url": make_data_url()}),
@@ -208,7 +231,7 @@ def test_references_of_videos_and_audio(tmp_path: Path) -> None:
 
 def test_null_is_as_if_left_out(tmp_path: Path) -> None:
     run, _ = command._resolve_service_run([], tmp_path, 1, 1)
-    names = {*fields.API_FIELDS, *fields.BLOCKS, *fields._COMPUTED_FIELDS, "image", "fps"}
+    names = {*fields.API_FIELDS, *fields.BLOCKS, *fields.COMPUTED_FIELDS, "image", "fps"}
     for name in names:
         assert fields.parse_request({"prompt": PROMPT, name: None}, run, ["x"]).names == {
             "prompt": "prompt"

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import io
 import pickletools
+import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +28,8 @@ PICKLE_SUFFIXES = (".pth", ".ckpt", ".pt", ".bin")
 _MAX_PICKLE_BYTES = 16_000_000  # bytes of `data.pkl`; the largest network's has 0.5 MB
 _MAX_OPCODES = 1_000_000  # about 30 for each tensor
 _LOCAL_HEADER_BYTES = 30  # of a zip entry, before its name
+_LOCAL_SIGNATURE = b"PK\3\4"
+_UTF8_FLAG = 0x800  # the name is in UTF-8
 _DTYPES = {  # PyTorch's storage class or dtype -> (safetensors' spelling, bytes of an element)
     **dict.fromkeys(("DoubleStorage", "float64"), ("F64", 8)),
     **dict.fromkeys(("FloatStorage", "float32"), ("F32", 4)),
@@ -41,6 +45,7 @@ _DTYPES = {  # PyTorch's storage class or dtype -> (safetensors' spelling, bytes
     "float8_e5m2": ("F8_E5M2", 1),
 }
 _STATE_DICT = "state_dict"
+_ALPHA_END = ".alpha"  # of the name of a LoRA's alpha
 _GIVE_PLAIN_TENSORS = "give a file of plain tensors, as safetensors"
 _DOWNLOAD_AGAIN = "download it again"
 
@@ -59,6 +64,7 @@ class PickledTensor:
         offset: First element in the storage.
         storage_offset: First byte of the storage in the file.
         storage_bytes: Bytes of the storage.
+        number: The value of a Python number, which has no storage; None for a tensor.
     """
 
     dtype: str
@@ -67,6 +73,7 @@ class PickledTensor:
     offset: int
     storage_offset: int
     storage_bytes: int
+    number: float | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ def read_pickle_header(path: Path) -> dict[str, TensorInfo]:
             tensor.shape,
             prod(tensor.shape) * _get_itemsize(tensor.dtype),
             data_offset=tensor.storage_offset + tensor.offset * _get_itemsize(tensor.dtype),
+            number=tensor.number,
             state=state,
         )
         for name, tensor in read_pickled_tensors(path).items()
@@ -106,6 +114,8 @@ def read_pickle_header(path: Path) -> dict[str, TensorInfo]:
 
 def read_pickled_tensors(path: Path) -> dict[str, PickledTensor]:
     """Returns the tensors of a PyTorch file, or those of its only dictionary of tensors, by name.
+
+    Python numbers are returned as well if their names are those of a LoRA's alphas.
 
     Raises:
         ForeignPickleError: The file holds something else.
@@ -141,7 +151,7 @@ def _read_archive(path: Path, file: BinaryIO, archive: zipfile.ZipFile) -> Any:
         why = "is a zip archive, but not one of PyTorch"
         raise ForeignPickleError(f"{path}", None, why, _GIVE_PLAIN_TENSORS)
     byte_order = entries.get(f"{root}/byteorder")
-    if byte_order and byte_order.file_size < 16 and archive.read(byte_order) == b"big":
+    if byte_order and byte_order.file_size < 16 and _read_entry(path, file, byte_order) == b"big":
         raise InputError(f"{path}", None, "is big-endian", "save it on a little-endian machine")
     if pickle_entry.file_size > _MAX_PICKLE_BYTES:
         raise _DamagedPickleError(f"more than {_MAX_PICKLE_BYTES // 10**6} MB of names")
@@ -151,20 +161,35 @@ def _read_archive(path: Path, file: BinaryIO, archive: zipfile.ZipFile) -> Any:
         entry = entries.get(f"{root}/data/{key}")
         if entry is None:
             raise _DamagedPickleError(f"{root}/data/{key} is missing")
-        if entry.compress_type != zipfile.ZIP_STORED:
-            why, remedy = "is compressed", "save it again with torch.save"
-            raise InputError(f"{path}", None, why, remedy)
-        file.seek(entry.header_offset)
-        header = file.read(_LOCAL_HEADER_BYTES)
-        name_and_extra = int.from_bytes(header[26:28], "little") + int.from_bytes(
-            header[28:30], "little"
-        )
-        start = entry.header_offset + _LOCAL_HEADER_BYTES + name_and_extra
-        if start + entry.file_size > path.stat().st_size:
-            raise _DamagedPickleError("truncated")
+        start = _find_entry_start(path, file, entry)
         return _Storage(storage_type.name.rpartition(" ")[2], start, entry.file_size)
 
-    return _PickleReader(path, find_storage).read(archive.read(pickle_entry))
+    return _PickleReader(path, find_storage).read(_read_entry(path, file, pickle_entry))
+
+
+def _find_entry_start(path: Path, file: BinaryIO, entry: zipfile.ZipInfo) -> int:
+    """Returns the first byte of an entry's content in its archive."""
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise InputError(f"{path}", None, "is compressed", "save it again with torch.save")
+    name = entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF8_FLAG else "cp437")
+    file.seek(entry.header_offset)
+    header = file.read(_LOCAL_HEADER_BYTES)
+    name_bytes, extra_bytes = struct.unpack("<2H", header[26:])
+    if not header.startswith(_LOCAL_SIGNATURE) or file.read(name_bytes) != name:
+        raise zipfile.BadZipFile
+    start = entry.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
+    if start + entry.file_size > path.stat().st_size:
+        raise _DamagedPickleError("truncated")
+    return start
+
+
+def _read_entry(path: Path, file: BinaryIO, entry: zipfile.ZipInfo) -> bytes:
+    """Returns an entry's content if its CRC fits or is not stored, as PyTorch may be told to."""
+    file.seek(_find_entry_start(path, file, entry))
+    content = file.read(entry.file_size)
+    if entry.CRC not in (0, zlib.crc32(content)):
+        raise zipfile.BadZipFile
+    return content
 
 
 class _PickleReader:
@@ -344,7 +369,8 @@ def _select_weights(path: Path, content: Any) -> dict[str, PickledTensor]:
         return [
             name
             for name, value in entries.items()
-            if not (isinstance(name, str) and isinstance(value, PickledTensor))
+            if not isinstance(name, str)
+            or not isinstance(_convert_alpha(name, value), PickledTensor)
         ]
 
     if isinstance(content, Mapping) and isinstance(content.get(_STATE_DICT), Mapping):
@@ -362,4 +388,10 @@ def _select_weights(path: Path, content: Any) -> dict[str, PickledTensor]:
     if foreign_names:
         why = f"holds something other than weights ({format_value(foreign_names[0], str)})"
         raise ForeignPickleError(f"{path}", None, why, _GIVE_PLAIN_TENSORS)
-    return dict(content)
+    return {name: _convert_alpha(name, value) for name, value in content.items()}
+
+
+def _convert_alpha(name: str, value: Any) -> Any:
+    """Returns the description of a Python number that is a LoRA's alpha, and other values as is."""
+    is_alpha = name.endswith(_ALPHA_END) and type(value) in (int, float)
+    return PickledTensor("F64", (), (), 0, 0, 0, value) if is_alpha else value

@@ -30,6 +30,7 @@ ANY = object()
 """In `ApiField.accepted`: every text, number and switch."""
 _OFF = (False, 0, "no", "off")
 _OTHER_MODELS = "is for other models"
+_QUALITY = "differs: every video is H.264 with CRF 10, which is high quality but not lossless"
 _NO_PATHS = "requests cannot name files of the server"
 
 
@@ -76,8 +77,8 @@ API_FIELDS = {
     "generator_device": ApiField(
         "", ("cpu", "cuda", "gpu", "npu"), "is no device", "noise_device is set at the start"
     ),
-    "quality": ApiField("", ("default", "standard", "auto"), "cannot be chosen for one video"),
-    "output_quality": ApiField("", ("default", "auto"), "cannot be chosen for one video"),
+    "quality": ApiField("", ("default", "standard", "auto", "high"), _QUALITY),
+    "output_quality": ApiField("", ("default", "auto", "high"), _QUALITY),
     "output_compression": ApiField("", (), "cannot be chosen for one video"),
     "max_sequence_length": ApiField("", (512,), "differs from the 512 tokens of the text encoder"),
     "true_cfg_scale": ApiField("", (0, 1), _OTHER_MODELS, "give guidance_scale"),
@@ -95,8 +96,6 @@ API_FIELDS = {
     "generate_sound": ApiField("", _OFF, "is not supported"),
     "sound_duration": ApiField("", (ANY,), "must be a number"),
     # refused
-    "aspect_ratio": ApiField("", (), "leaves the size open", "give size, or width and height"),
-    "short_edge": ApiField("", (), "leaves the size open", "give size, or width and height"),
     "control_type": ApiField("", (), _OTHER_MODELS, "upload src_video"),
     "control_reference": ApiField("", (), _OTHER_MODELS, "upload src_video"),
     "latent_path": ApiField("", (), "is not allowed", f"{_NO_PATHS}; give a seed"),
@@ -110,6 +109,15 @@ API_FIELDS = {
 """Fields of OpenAI's, vllm-omni's, SGLang's and MLPerf's APIs that are no setting's name."""
 FIELD_TO_SETTING = {key: field.setting for key, field in API_FIELDS.items() if field.setting}
 """Field name of another API -> setting."""
+FIELD_NAMES = {
+    "image": "input_reference",
+    "frame_num": "num_frames",
+    "sample_steps": "num_inference_steps",
+    "sample_shift": "flow_shift",
+    "base_seed": "seed",
+    "video_lora": "lora",
+}
+"""Setting -> its field in the schema and in answers, where the two differ."""
 LORAS = ("video_lora", *(k for k, name in FIELD_TO_SETTING.items() if name == "video_lora"))
 """Fields whose value are the LoRAs of a video."""
 BLOCKS = ("extra_body", "extra_json", "extra_params", "video_params")
@@ -134,10 +142,12 @@ LIST_FIELDS = tuple(
 )
 """Fields that a form may repeat."""
 _GUIDANCE = ("guidance_high", "guidance_low")
-_COMPUTED_FIELDS = (
+COMPUTED_FIELDS = (
     *("model", "seconds", "boundary_ratio", "priority", "width", "height", "webhook_url"),
+    *("aspect_ratio", "short_edge"),
     *("guidance_scale", "guidance_scale_2", *_GUIDANCE),
 )
+"""Fields from which settings are computed."""
 _URL_KEYS = ("image_url", "video_url", "audio_url", "url")
 _DATA_URL = re.compile(r"data:[\w.+/-]*(;[\w.+=-]+)*;base64,", re.ASCII | re.IGNORECASE)
 
@@ -168,6 +178,7 @@ class ParsedRequest:
 
 def make_field_naming(names: Mapping[str, str]) -> FlagNaming:
     """Returns the naming of settings for refusals, given the field name of each setting."""
+    names = {"image": FIELD_NAMES["image"], FOLDER: "src_ref, src_pose and src_face"} | dict(names)
     return FlagNaming(lambda name, value: name if value is None else f"{name} {value}", names)
 
 
@@ -195,7 +206,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         if name in names:
             why = f"means the same as {names[name]}"
             raise InputError(key, why=why, remedy="give one of them")
-        if key in _COMPUTED_FIELDS:
+        if key in COMPUTED_FIELDS:
             api_fields[key] = value
         elif key in LORAS and value in ({}, []):
             continue
@@ -220,6 +231,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
     try:
         _check_prompts(settings, files, task.uploads_without_prompt)
         priority = _apply_api_fields(api_fields, settings, run, models)
+        _apply_shape(api_fields, settings, files, run)
         _apply_size(api_fields, settings)
         _normalize_seed(settings)
         _normalize_loras(settings, run)
@@ -388,6 +400,38 @@ def _apply_api_fields(
             )
     _apply_guidance_fields(api_fields, settings, run)
     return int(integer(-100, 100)("priority", api_fields.get("priority", 0)))
+
+
+def _apply_shape(
+    api_fields: dict[str, Any], settings: Mapping[str, Any], files: Mapping[str, bytes], run: Run
+) -> None:
+    """Converts `aspect_ratio` and `short_edge` to `width` and `height`, in place.
+
+    What is not given is as in the service's own size: the area, or the shape.
+    """
+    shape_fields = [name for name in ("aspect_ratio", "short_edge") if name in api_fields]
+    if not shape_fields:
+        return
+    if "size" in settings or "width" in api_fields or "height" in api_fields:
+        raise InputError(shape_fields[0], why="means the same as size", remedy="give one of them")
+    if files:
+        why = "has no effect, because the uploaded files decide the shape"
+        raise InputError(shape_fields[0], why=why, remedy="give size, of which the area counts")
+    width, height = run.params.size
+    area, ratio = width * height, width / height
+    if "aspect_ratio" in api_fields:
+        text = str(api_fields["aspect_ratio"])
+        match = re.fullmatch(r"([1-9]\d{0,3}):([1-9]\d{0,3})", text, re.ASCII)
+        if match is None:
+            raise InputError("aspect_ratio", format_value(text), "must be like 16:9")
+        ratio = int(match[1]) / int(match[2])
+    short_edge = math.sqrt(area / max(ratio, 1 / ratio))
+    if "short_edge" in api_fields:
+        short_edge = integer(1, 100_000)("short_edge", api_fields["short_edge"])
+    sides = short_edge * max(ratio, 1), short_edge * max(1 / ratio, 1)
+    multiple = run.setup.preset.size_multiple
+    for name, side in zip(("width", "height"), sides, strict=True):
+        api_fields[name] = max(round(side / multiple), 1) * multiple
 
 
 def _apply_size(api_fields: Mapping[str, Any], settings: dict[str, Any]) -> None:

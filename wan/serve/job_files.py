@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.headers import read_json
-from wan.serve.fields import FOLDER, UPLOADS
+from wan.serve.fields import FIELD_NAMES, FOLDER, PICTURES, UPLOADS
 from wan.serve.folders import UPLOAD_KIND, UPLOAD_PREFIX, remove_job_files
 from wan.serve.journal import ServiceJob
 from wan.settings.errors import InputError
@@ -84,6 +84,23 @@ class JobFiles:
                 paths[name] = [str(file) for file in sorted(path.iterdir())]
             elif path.exists():
                 paths[name] = str(path)
+        return paths
+
+    def list_inputs(
+        self, job: ServiceJob, folder_files: Mapping[str, str]
+    ) -> dict[str, list[Path]]:
+        """Returns the paths of a job's uploads by field; does not check that they exist.
+
+        folder_files: Field -> file of the folder of uploaded files.
+        """
+        paths: dict[str, list[Path]] = {}
+        for name in job.names:
+            if name in folder_files:
+                paths[name] = [self.upload_path(job, f"{FOLDER}/{folder_files[name]}")]
+            elif name in UPLOADS:
+                path = self.upload_path(job, name)
+                is_list = name == PICTURES and path.is_dir()
+                paths[FIELD_NAMES.get(name, name)] = sorted(path.iterdir()) if is_list else [path]
         return paths
 
     def remove_all(self, job: ServiceJob) -> None:

@@ -246,19 +246,25 @@ class Journal:
         job = self._find(self._digests.get(digest, [""])[-1])
         return job if job is not None and job.created > since else None
 
-    def list_page(self, after: str | None, limit: int, newest_first: bool) -> list[ServiceJob]:
-        """Returns up to `limit` jobs by age, starting after the id `after`, also a deleted one."""
-        begin, end = 0, len(self._order)
+    def list_page(
+        self, after: str | None, limit: int, newest_first: bool, is_open: bool = False
+    ) -> list[ServiceJob]:
+        """Returns up to `limit` jobs by age, starting after the id `after`, also a deleted one.
+
+        is_open: Only queued and running jobs.
+        """
+        order = self._order
+        if is_open:
+            order = sorted((self._numbers[name], name) for name in self._open_jobs)
+        begin, end = 0, len(order)
         if after is not None:
             number = self._numbers.get(after)
             if number is None:
                 return []
-            end = bisect_left(self._order, (number,))
-            begin = bisect_left(self._order, (number + 1,))
-        if newest_first:
-            names = self._order[max(end - limit, 0) : end][::-1]
-        else:
-            names = self._order[begin : begin + limit]
+            end = bisect_left(order, (number,))
+            begin = bisect_left(order, (number + 1,))
+        newest, oldest = order[max(end - limit, 0) : end][::-1], order[begin : begin + limit]
+        names = newest if newest_first else oldest
         return [job for _, name in names if (job := self._find(name)) is not None]
 
     def list_in_state(self, *states: str) -> list[ServiceJob]:

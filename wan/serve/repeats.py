@@ -24,6 +24,7 @@ class RefusedError(Exception):
         code: Error code for programs.
         param: The field that caused the refusal.
         retry_after: Seconds after which a retry makes sense; None: never.
+        headers: Further headers of the answer.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class RefusedError(Exception):
         code: str = "invalid_request",
         param: str | None = None,
         retry_after: float | None = None,
+        headers: Mapping[str, str] = {},
     ) -> None:
         super().__init__(message)
+        self.headers = dict(headers)
         self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
 
 

@@ -15,6 +15,7 @@ from starlette.routing import Match
 
 from wan.serve.journal import ServiceJob
 from wan.serve.repeats import RefusedError
+from wan.serve.request_schema import make_request_fields
 from wan.serve.service import Service
 from wan.settings.errors import InputError
 from wan.utils.log import logger
@@ -50,7 +51,16 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
         "steps": [job.done, job.total],
         "preview_step": job.preview_step,
         "attempt": job.attempt,
+        "request": make_request_fields(job),
+        "inputs": {
+            field: len(paths)
+            for field, paths in service.files.list_inputs(job, service.folder_files).items()
+        },
     }
+    if not job.is_ended:
+        position, seconds = service.estimate_end(job)
+        seconds_left = None if seconds is None else round(seconds, 1)
+        video |= {"queue_position": position, "seconds_left": seconds_left}
     days = service.limits.keep_days
     if days is not None and job.ended is not None:
         video["expires_at"] = int(job.ended + 86400 * days)
@@ -102,6 +112,7 @@ def make_error_response(request: Request, error: Exception) -> Response:
     should_retry = False
     if isinstance(error, RefusedError):
         status, code, param, message = error.status, error.code, error.param, str(error)
+        headers |= error.headers
         should_retry = error.retry_after is not None
         if error.retry_after is not None:
             headers["Retry-After"] = str(max(round(error.retry_after), 1))

@@ -12,21 +12,15 @@ import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import (
-    FileResponse,
-    HTMLResponse,
-    JSONResponse,
-    Response,
-    StreamingResponse,
-)
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from wan.serve import fields, pictures
+from wan.serve import fields, listing, page_routes, pictures
 from wan.serve.bodies import read_body
 from wan.serve.events import MAX_LISTENERS, JobEvents
 from wan.serve.journal import ServiceJob
@@ -57,9 +51,9 @@ class Routes:
 
     def list_routes(self) -> list[Route]:
         """Returns the Starlette routes."""
-        video_route = "/v1/videos/{id}"
+        service, video_route = self._service, "/v1/videos/{id}"
         return [
-            Route("/", self.page),
+            *page_routes.list_page_routes(service),
             Route("/health", self.health),
             Route("/liveness", lambda _: JSONResponse({"status": "ok"})),
             Route("/metrics", self.metrics),
@@ -72,6 +66,7 @@ class Routes:
             Route(video_route, self.retrieve),
             Route(video_route, self.delete, methods=["DELETE"]),
             Route(f"{video_route}/content", self.content),
+            Route(f"{video_route}/inputs/{{field}}", self.input),
             Route(f"{video_route}/events", self.events),
             Route(f"{video_route}/remix", self.remix, methods=["POST"]),
         ]
@@ -99,16 +94,19 @@ class Routes:
         after = query.get("after") or None
         if after is not None and self._service.journal.get_state(after) is None:
             self._service.find_job(after)
+        job_filter = listing.read_filter(query.get("status", ""), query.get("search", ""))
         max_jobs = integer(0, 100)("limit", limit)
-        jobs = self._service.journal.list_page(after, max_jobs + 1, order == "desc")
-        data = [make_video_object(self._service, job) for job in jobs[:max_jobs]]
+        page = listing.find_jobs(
+            self._service.journal, job_filter, after, max_jobs, order == "desc"
+        )
+        data = [make_video_object(self._service, job) for job in page.jobs]
         return JSONResponse(
             {
                 "object": "list",
                 "data": data,
-                "has_more": len(jobs) > max_jobs,
+                "has_more": page.has_more,
                 "first_id": data[0]["id"] if data else None,
-                "last_id": data[-1]["id"] if data else None,
+                "last_id": page.last_id,
             }
         )
 
@@ -136,6 +134,24 @@ class Routes:
             return Response(status_code=304, headers=headers)
         return answer
 
+    async def input(self, request: Request) -> Response:
+        """Answers with an uploaded file; never with a type that a browser would run."""
+        job, field = self._service.find_job(request.path_params["id"]), request.path_params["field"]
+        paths = self._service.files.list_inputs(job, self._service.folder_files).get(field, [])
+        index = integer(0, 10_000)("index", request.query_params.get("index", "0"))
+        if index >= len(paths):
+            message = f"This video has no such file {field[:100]!r}."
+            raise RefusedError(message, 404, "not_found", "field")
+        status = self._stat_file(job, paths[index])
+        _check_range(request, status.st_size)
+        return FileResponse(
+            paths[index],
+            media_type="application/octet-stream",
+            headers={"X-Content-Type-Options": "nosniff"},
+            filename=f"{job.id}-{paths[index].name}",
+            stat_result=status,
+        )
+
     async def events(self, request: Request) -> Response:
         """Streams the events of a job until it has ended."""
         last_id = re.fullmatch(r"\d{1,18}", request.headers.get("last-event-id", ""), re.ASCII)
@@ -161,6 +177,7 @@ class Routes:
                 request, self._get_store(), job.id, path.name, media_type, headers
             )
         status = self._stat_file(job, path)
+        _check_range(request, status.st_size)
         return FileResponse(path, media_type=media_type, headers=headers, stat_result=status)
 
     def _get_store(self) -> Store:
@@ -301,9 +318,6 @@ class Routes:
         content, media_type = self._metrics.render(self._service)
         return Response(content, media_type=media_type)
 
-    async def page(self, _: Request) -> Response:
-        return HTMLResponse(resources.files("wan.serve").joinpath("page.html").read_text("utf-8"))
-
     async def _create_job(self, request: Request, body: dict[str, Any]) -> tuple[ServiceJob, bool]:
         digest = hash_request(body)
         parsed_request = fields.parse_request(body, self._service.startup_run, self._service.models)
@@ -360,6 +374,33 @@ def _is_byte_range(text: str) -> bool:
     """Returns whether a text is `FIRST-`, `FIRST-LAST` or `-COUNT`."""
     match = re.fullmatch(r"\s*(?:(\d{1,18})-(\d{0,18})|-\d{1,18})\s*", text, re.ASCII)
     return match is not None and (not match[1] or not match[2] or int(match[1]) <= int(match[2]))
+
+
+def _check_range(request: Request, size: int) -> None:
+    """Removes the ranges of a valid `Range` header that have no byte of a file.
+
+    Raises:
+        RefusedError: None of them has one.
+    """
+    _drop_ignored_range(request)
+    headers = Headers(scope=request.scope)
+    if "range" not in headers or "if-range" in headers:
+        return
+    ranges = headers["range"].partition("=")[2].split(",")
+    satisfiable = [text for text in ranges if _find_first_byte(text.strip(), size) < size]
+    if not satisfiable:
+        message = f"No byte of this range exists; the file has {size} bytes."
+        content_range = {"Content-Range": f"bytes */{size}"}
+        raise RefusedError(message, 416, "range_not_satisfiable", headers=content_range)
+    headers_without_range = [header for header in request.scope["headers"] if header[0] != b"range"]
+    value = f"bytes={','.join(satisfiable)}".encode()
+    request.scope["headers"] = [*headers_without_range, (b"range", value)]
+
+
+def _find_first_byte(text: str, size: int) -> int:
+    """Returns the first byte of `FIRST-`, `FIRST-LAST` or `-COUNT`."""
+    first, _, last = text.partition("-")
+    return int(first) if first else max(size - int(last), 0)
 
 
 def _matches_etag(request: Request, etag: str) -> bool:

@@ -18,7 +18,7 @@ from wan.app.run import Run
 from wan.pipeline import memory_estimate
 from wan.serve import fields, records
 from wan.serve.estimates import Estimates
-from wan.serve.fields import ParsedRequest
+from wan.serve.fields import FIELD_NAMES, FOLDER, ParsedRequest
 from wan.serve.folders import JOB_ID, remove_orphaned_folders
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.job_files import JobFiles
@@ -119,7 +119,7 @@ class Service:
         self._repeats = RepeatedRequests(self.journal)
         self.waiters = Waiters(self._delete_unawaited_job)
         self._estimates = Estimates(self.journal.list_completed(_MAX_SAMPLES))
-        self._queue_estimate: tuple[object, dict[str, float], float] = (None, {}, 0.0)
+        self._queue_estimate: tuple[object, dict[str, tuple[int, float]], float] = (None, {}, 0.0)
         self._last_shape = ""  # `ServiceJob.shape` of the batch that was started last
         self._loading_seconds = 0.0  # to load the weights for one batch
         self._max_batch_size = limits.batch_size if _can_group_by_expert(run) else 1
@@ -130,6 +130,11 @@ class Service:
         for job in self.journal.list_in_state("queued"):
             self.files.remove_attempt(job)
         remove_orphaned_folders(jobs, self.journal.get_state)
+
+    @property
+    def folder_files(self) -> Mapping[str, str]:
+        """Field of a request -> file of the folder of uploaded files."""
+        return self.startup_run.params.task.upload_names
 
     # Requests.
 
@@ -248,19 +253,35 @@ class Service:
         planned = sum(self.estimate_seconds(job) or 0.0 for job in running)
         started_at = min((job.started or now for job in running), default=now)
         ahead, total = self._estimate_queue()
-        waiting = total if queued_job is None else ahead.get(queued_job.id, total)
+        waiting = total if queued_job is None else ahead.get(queued_job.id, (0, total))[1]
         return max(planned - (now - started_at), 0.0) + waiting
 
-    def _estimate_queue(self) -> tuple[dict[str, float], float]:
-        """Returns the estimated seconds before each queued job, by id, and of the whole queue.
+    def estimate_end(self, job: ServiceJob) -> tuple[int | None, float | None]:
+        """Returns the queued jobs before a queued job, and the seconds until its video is complete.
+
+        None: the job has started; nothing is known about the seconds.
+        """
+        estimate = self.estimate_seconds(job)
+        if job.state == "queued":
+            position = self._estimate_queue()[0].get(job.id, (None,))[0]
+            return position, None if estimate is None else self.estimate_wait(job) + estimate
+        elapsed = time.time() - (job.started or time.time())
+        if estimate is None:
+            if not job.done:
+                return None, None
+            estimate = elapsed / job.done * job.total
+        return None, max(estimate - elapsed, 0.0)
+
+    def _estimate_queue(self) -> tuple[dict[str, tuple[int, float]], float]:
+        """Returns each queued job's position and estimated seconds before it, and of the queue.
 
         The sums are cached until the queue or the estimates change.
         """
         version = (self.journal.version, self._estimates.version)
         if self._queue_estimate[0] != version:
             ahead, seconds = {}, 0.0
-            for job in self.journal.list_in_state("queued"):
-                ahead[job.id] = seconds
+            for position, job in enumerate(self.journal.list_in_state("queued")):
+                ahead[job.id] = position, seconds
                 seconds += self.estimate_seconds(job) or 0.0
             self._queue_estimate = version, ahead, seconds
         return self._queue_estimate[1:]
@@ -524,8 +545,13 @@ class Service:
         for name in self.files.list_uploads(job):
             path = str(self.files.upload_path(job, name).absolute())
             message = message.replace(path, f"the uploaded {job.names.get(name, name)}")
-        match = re.match(r"`(\w+)`", error.what)
-        param = job.names.get(match[1], match[1]) if match else None
+        # A missing input is named where the sentence says what to do.
+        settings = re.findall(r"`(\w+)`", f"{error.what} {error.remedy}")
+        setting = next((name for name in settings if name != "task"), None)
+        param = setting and job.names.get(setting, FIELD_NAMES.get(setting, setting))
+        if param == FOLDER:
+            files = self.folder_files
+            param = next((name for name in files if files[name] in error.why), next(iter(files)))
         return RefusedError(message, param=param)
 
     def _describe_planned_memory(self, job: ServiceJob) -> str:

@@ -40,6 +40,7 @@ class Option:
         decoding: Whether it has an effect with `--decode_latents`.
         checkpoint: Whether a checkpoint's generation_config.json may set it.
         tasks: Tasks on whose videos it has an effect; (): on those of all tasks.
+        media: Media types of an input file, such as "image/*".
         variables: Environment variable -> its value -> the setting's value; None leaves the setting
             unchanged.
     """
@@ -57,6 +58,7 @@ class Option:
     decoding: bool = False
     checkpoint: bool = False
     tasks: tuple[str, ...] = ()
+    media: str = ""
     variables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 

@@ -6,8 +6,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from typing import Any
 from wan.settings.errors import InputError
 from wan.settings.presets import TRAIN_TIMESTEPS
 
+_FACTOR_SCHEMA = {"type": "number", "minimum": -100, "maximum": 100}
+_SCALE_SCHEMA = {"type": "number", "exclusiveMinimum": 0, "maximum": 100}
+_MAX_FRAMES = 4093  # of the networks' 1024 rotary positions: 4 * 1023 + 1
 _MAX_SIDE = 1_000_000  # pixels; the much lower limits of a task are checked in `VideoParams`
 
 
@@ -27,14 +30,21 @@ class Reader:
             key) and the raw value; returns the checked value or raises InputError.
         choices: Allowed words, for `--help`; None where there is no fixed set.
         metavar: Placeholder of the value in `--help` where there are no or too many choices.
+        schema: JSON Schema of the value.
     """
 
     read: Callable[[str, Any], Any]
     choices: tuple[str, ...] | None = None
     metavar: str = "NAME"
+    schema: Mapping[str, Any] = field(default_factory=lambda: {"type": "string"})
 
     def __call__(self, name: str, raw: Any) -> Any:
         return self.read(name, raw)
+
+
+def _list_schema(item: Mapping[str, Any], **limits: Any) -> dict[str, Any]:
+    """Returns the JSON Schema of a list that is not empty."""
+    return {"type": "array", "items": item, "minItems": 1, **limits}
 
 
 def format_value(raw: Any, formatter: Callable[[Any], str] = repr) -> str:
@@ -66,7 +76,7 @@ def read_text_value(name: str, raw: Any) -> str:
     return raw
 
 
-@partial(Reader, metavar="TEXT")
+@partial(Reader, metavar="TEXT", schema=_list_schema({"type": "string", "pattern": r"\S"}))
 def read_text_values(name: str, raw: Any) -> tuple[str, ...]:
     """Reads a list of texts, or one text."""
     parts = raw if isinstance(raw, list | tuple) else [raw]
@@ -112,7 +122,22 @@ MAX_VIDEO_LORAS = 8
 """Maximum of LoRAs of one video."""
 
 
-@partial(Reader, metavar="NAME[=SCALE]")
+_LORA_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "scale": {"type": "number"},
+        "expert": {"enum": [*_LORA_EXPERTS]},
+    },
+    "required": ["name"],
+}
+
+
+@partial(
+    Reader,
+    metavar="NAME[=SCALE]",
+    schema={"type": "array", "items": _LORA_SCHEMA, "maxItems": MAX_VIDEO_LORAS},
+)
 def read_video_loras(name: str, raw: Any) -> tuple[dict[str, Any], ...]:
     """Reads the LoRAs chosen for a video: texts `NAME[=SCALE]`, or objects with name and scale.
 
@@ -184,7 +209,11 @@ def read_image_files(name: str, raw: Any) -> tuple[str, ...]:
     return tuple(str(entry.absolute()) for entry in paths)
 
 
-@partial(Reader, metavar="X[,X,...]")
+@partial(
+    Reader,
+    metavar="X[,X,...]",
+    schema={"anyOf": [_FACTOR_SCHEMA, _list_schema(_FACTOR_SCHEMA)]},
+)
 def read_factors(name: str, raw: Any) -> tuple[float, ...]:
     """Reads one number, or several separated by commas."""
     raw = raw.tolist() if hasattr(raw, "tolist") else raw  # an array or tensor
@@ -206,7 +235,7 @@ def _read_switch(name: str, raw: Any) -> bool:
     raise InputError(name, format_value(raw), "must be true or false")
 
 
-switch = Reader(_read_switch, ("true", "false"))
+switch = Reader(_read_switch, ("true", "false"), schema={"type": "boolean"})
 
 
 def switch_or_choice(*choices: str) -> Reader:
@@ -221,7 +250,8 @@ def switch_or_choice(*choices: str) -> Reader:
             allowed = join_with_or(("true", "false", *choices))
             raise InputError(name, format_value(raw), f"must be {allowed}") from None
 
-    return Reader(read_switch_or_choice, ("true", "false", *choices))
+    schema = {"enum": [False, True, *choices]}
+    return Reader(read_switch_or_choice, ("true", "false", *choices), schema=schema)
 
 
 def choice(*allowed: str | int) -> Reader:
@@ -234,7 +264,7 @@ def choice(*allowed: str | int) -> Reader:
             raise InputError(name, format_value(raw), f"must be {join_with_or(allowed)}")
         return choices[word]
 
-    return Reader(read_choice, tuple(choices))
+    return Reader(read_choice, tuple(choices), schema={"enum": [*allowed]})
 
 
 def subset_of(*allowed: str) -> Reader:
@@ -271,7 +301,8 @@ def integer(minimum: int, maximum: int, metavar: str = "N") -> Reader:
             raise InputError(name, format_value(raw), f"must be from {minimum} to {maximum}")
         return value
 
-    return Reader(read_integer, metavar=metavar)
+    schema = {"type": "integer", "minimum": minimum, "maximum": maximum}
+    return Reader(read_integer, metavar=metavar, schema=schema)
 
 
 def real(
@@ -305,10 +336,19 @@ def real(
             raise InputError(name, format_value(raw), f"must be {allowed}")
         return value
 
-    return Reader(read_real, metavar="X")
+    lowest, highest = (
+        f"exclusive{word}" if is_excluded else word.lower()
+        for word, is_excluded in (("Minimum", exclude_min), ("Maximum", exclude_max))
+    )
+    schema = {"type": "number", lowest: minimum, highest: maximum}
+    return Reader(read_real, metavar="X", schema=schema)
 
 
-@partial(Reader, metavar="T1,T2,...")
+@partial(
+    Reader,
+    metavar="T1,T2,...",
+    schema=_list_schema({"type": "number", "exclusiveMinimum": 0, "maximum": 1000}),
+)
 def read_timesteps(name: str, raw: Any) -> tuple[float, ...]:
     """Reads `T1,T2,...`, the timestep of each step."""
     raw = raw.tolist() if hasattr(raw, "tolist") else raw  # an array or tensor
@@ -337,17 +377,25 @@ def parse_step_list(name: str, text: str) -> tuple[int, ...]:
     return tuple(sorted(indices))
 
 
-@partial(Reader, metavar="4N+1")
+@partial(
+    Reader,
+    metavar="4N+1",
+    schema={"type": "integer", "minimum": 1, "maximum": _MAX_FRAMES, "x-step": 4},
+)
 def read_frame_num(name: str, raw: Any) -> int:
     """Reads a frame count 4n+1; the VAE encodes the first frame, then each four, to one latent."""
-    value = int(integer(1, 4093)(name, raw))
+    value = int(integer(1, _MAX_FRAMES)(name, raw))
     lower = (value - 1) // 4 * 4 + 1
     if value != lower:
         raise InputError(name, value, "must be 4n+1", f"use {lower} or {lower + 4}")
     return value
 
 
-@partial(Reader, metavar="4N")
+@partial(
+    Reader,
+    metavar="4N",
+    schema={"type": "integer", "minimum": 4, "maximum": 4092, "multipleOf": 4},
+)
 def read_clip_frames(name: str, raw: Any) -> int:
     """Reads the frames of a clip of s2v, a multiple of 4."""
     value = int(integer(4, 4092)(name, raw))
@@ -357,7 +405,11 @@ def read_clip_frames(name: str, raw: Any) -> int:
     return value
 
 
-@partial(Reader, metavar="N")
+@partial(
+    Reader,
+    metavar="N",
+    schema={"type": ["integer", "boolean"], "minimum": 0, "maximum": TRAIN_TIMESTEPS},
+)
 def read_preview(name: str, raw: Any) -> int:
     """Reads the steps between two previews: a number, true (1) or false (0)."""
     word = format_value(raw, str).lower()
@@ -370,7 +422,7 @@ def read_preview(name: str, raw: Any) -> int:
         raise InputError(name, format_value(raw), why) from None
 
 
-@partial(Reader, metavar="W*H")
+@partial(Reader, metavar="W*H", schema={"type": "string", "pattern": r"^\d+[*xX]\d+$"})
 def read_size(name: str, raw: Any) -> tuple[int, int]:
     """Reads `W*H` or `WxH` in pixels, or [W, H] from JSON."""
     parts: Sequence[Any] = re.split(r"[*xX]", raw) if isinstance(raw, str) else raw
@@ -385,7 +437,11 @@ def read_size(name: str, raw: Any) -> tuple[int, int]:
     return width, height
 
 
-@partial(Reader, metavar="X[,X]")
+@partial(
+    Reader,
+    metavar="X[,X]",
+    schema={"anyOf": [_SCALE_SCHEMA, _list_schema(_SCALE_SCHEMA, maxItems=2)]},
+)
 def read_guide_scale(name: str, raw: Any) -> tuple[float, float]:
     """Reads one number for both experts, or `LOW,HIGH` (low-noise expert first, as officially)."""
     parts = raw.split(",") if isinstance(raw, str) else raw

@@ -104,6 +104,7 @@ class SpeechToVideo(Task):
     network = "wan.modules.s2v:WanModel_S2V"
     diffusers_classes = None
     uploads_without_prompt: ClassVar = frozenset({"image", "audio"})
+    has_fixed_fps = True
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> SpeechInputs:
         has_image, has_audio = "image" in values, "audio" in values

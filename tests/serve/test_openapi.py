@@ -1,0 +1,297 @@
+"""/openapi.json, which describes requests, and the page that is made from it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.jobs import PROMPT, Jobs
+from tests.serve.test_peer_requests import FORM, make_data_url, make_form
+from wan.serve import __main__ as command
+from wan.serve import fields, page_routes
+from wan.serve.openapi import make_openapi
+from wan.serve.request_schema import RequestSchema, make_request_schema
+from wan.settings.errors import InputError
+from wan.settings.flags import FLAGS, read_settings
+
+TASKS = ("t2v-A14B", "i2v-A14B", "ti2v-5B", "s2v-14B", "animate-14B", "vace-1.3B")
+ONE_NETWORK = ("guidance_high", "guidance_low", "boundary_ratio")
+
+
+def make_run(task: str, folder: Path) -> Any:
+    return command._resolve_service_run(["--task", task], folder, 1, 1)[0]
+
+
+def make_schema(task: str, folder: Path) -> RequestSchema:
+    return make_request_schema(make_run(task, folder), [task], 1000, 100)
+
+
+def list_accepted(entry: dict[str, Any]) -> Iterator[Any]:
+    """Yields values that a schema allows: its default, choices, examples and limits."""
+    if "$ref" in entry or "x-media" in entry:
+        yield make_data_url()
+        return
+    if "const" in entry:
+        yield entry["const"]
+        return
+    if "default" in entry:
+        yield entry["default"]
+    yield from entry.get("enum", ())
+    yield from entry.get("examples", ())
+    kind = entry.get("type")
+    if kind in ("integer", "number"):
+        step = 1 if kind == "integer" else 1e-6
+        yield from (entry[name] for name in ("minimum", "maximum") if name in entry)
+        if "exclusiveMinimum" in entry:
+            yield entry["exclusiveMinimum"] + step
+    elif kind == "boolean":
+        yield from (True, False)
+    elif kind == "array":
+        yield from ([value] for value in list_accepted(entry["items"]))
+    elif kind == "object":
+        required = entry.get("required", ())
+        yield {name: next(list_accepted(entry["properties"][name])) for name in required}
+    elif kind == "string":
+        yield entry.get("examples", ["text"])[0]
+    for choice in entry.get("anyOf", ()):
+        yield from list_accepted(choice)
+
+
+def list_refused(entry: dict[str, Any]) -> Iterator[Any]:
+    """Yields values that a schema does not allow."""
+    if "x-media" in entry:
+        yield from ("/etc/passwd", 1)
+    elif "const" in entry or "enum" in entry:
+        yield "neither"
+    elif entry.get("type") in ("integer", "number"):
+        yield from (entry.get("maximum", 0) + 1, "many")
+        yield entry["minimum"] - 1 if "minimum" in entry else entry["exclusiveMinimum"]
+        if "x-step" in entry:
+            yield entry["minimum"] + entry["x-step"] // 2
+        if "multipleOf" in entry:
+            yield entry["minimum"] + entry["multipleOf"] // 2
+    elif entry.get("type") == "boolean":
+        yield "perhaps"
+    elif entry.get("type") == "array":
+        yield []
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_requests_made_from_the_schema(task: str, tmp_path: Path) -> None:
+    """The parser takes what the schema allows, and refuses what is outside."""
+    run, wrong = make_run(task, tmp_path), []
+
+    def is_taken(name: str, value: Any) -> bool:
+        body = {"prompt": PROMPT, name: value}
+        if name in ("width", "height"):
+            body |= {"width": 64, "height": 64, name: value}
+        if name == "guidance_scale_2":
+            body |= {"guidance_scale": 3}
+        try:
+            parsed = fields.parse_request(body, run, [task])
+            read_settings(parsed.settings)
+        except InputError:
+            return False
+        return True
+
+    limited = (
+        "num_frames",
+        "infer_frames",
+        "frame_num",
+        "seconds",
+    )  # the service's own limit is checked later
+    for name, entry in make_schema(task, tmp_path).properties.items():
+        if name == "clip_prompts" or "clip_prompts" in entry.get("x-alias-of", ""):
+            continue
+        wrong += [(name, value) for value in list_accepted(entry) if not is_taken(name, value)]
+        wrong += [
+            (name, value, "taken")
+            for value in list_refused(entry)
+            if is_taken(name, value)
+            and not (name in limited and value == entry["maximum"] + 1)
+            and not (name == "fps" and "const" in entry)
+        ]
+    assert not wrong
+
+
+def test_fields_of_the_running_task(tmp_path: Path) -> None:
+    """Every field is in the schema of some task, and options of other tasks are absent."""
+    schemas = {task: make_schema(task, tmp_path).properties for task in TASKS}
+    known = set().union(*schemas.values())
+    accepted = {name for name, row in fields.API_FIELDS.items() if row.setting or row.accepted}
+    lines = {name for name, flag in FLAGS.items() if flag.line} - {"save_file", fields.FOLDER}
+    unstarted = {name for name in lines if (need := FLAGS[name].needs) and not FLAGS[need].line}
+    lines -= unstarted  # they need a setting that these services are started without
+    accepted -= {name for name, row in fields.API_FIELDS.items() if row.setting in unstarted}
+    assert not {*accepted, *lines, *fields.BLOCKS, *fields.COMPUTED_FIELDS} - known
+    for name, flag in FLAGS.items():
+        wrong = [task for task in TASKS if flag.tasks and task not in flag.tasks]
+        if name != "src_mask":  # also a file of animate's folder
+            assert not [task for task in wrong if name in schemas[task]], name
+    for task in ("ti2v-5B", "s2v-14B", "animate-14B", "vace-1.3B"):
+        assert not {*ONE_NETWORK[:2], "boundary_step"} & {*schemas[task]}
+    assert schemas["s2v-14B"].keys() >= {"input_reference", "audio", "infer_frames"}
+    assert "num_frames" not in schemas["s2v-14B"] and "seconds" not in schemas["s2v-14B"]
+    assert schemas["animate-14B"].keys() >= {"src_ref", "src_pose", "src_face"}
+    started = command._resolve_service_run(["--sample_steps", "7"], tmp_path, 1, 1)[0]
+    entry = make_request_schema(started, ["x"], 50, 9).properties
+    assert entry["num_inference_steps"]["default"] == 7 and entry["num_frames"]["maximum"] == 49
+
+
+def list_references(node: Any) -> Iterator[str]:
+    """Yields each $ref of a document."""
+    if isinstance(node, dict):
+        if isinstance(node.get("$ref"), str):
+            yield node["$ref"]
+        for value in node.values():
+            yield from list_references(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from list_references(value)
+
+
+async def test_the_description_of_the_routes(jobs: Jobs) -> None:
+    status, headers, document = await jobs.request("/openapi.json")
+    assert (status, headers["content-type"]) == (200, "application/json")
+    assert document["openapi"] == "3.1.0"
+    for reference in list_references(document):
+        node: Any = document
+        for part in reference.removeprefix("#/").split("/"):
+            node = node[part]
+    names = []
+    for path, methods in document["paths"].items():
+        needed = {*re.findall(r"{(\w+)}", path)}
+        assert {entry["name"] for entry in methods.get("parameters", ())} == needed
+        for method, operation in methods.items():
+            if method != "parameters":
+                names.append(operation["operationId"])
+                real = path.replace("{id}", "video_x").replace("{field}", "image")
+                status, *_ = await jobs.request(real, method=method.upper())
+                assert status != 405 and "200" in operation["responses"]
+    assert len(names) == len({*names}) >= 8
+    video = (await jobs.request(f"/v1/videos/{await jobs.create()}"))[2]
+    schemas = document["components"]["schemas"]
+    assert {*schemas["Video"]["required"]} <= {*video}
+    for path, component in (("/v1/videos", "Videos"), ("/v1/models", "Models")):
+        assert {*schemas[component]["required"]} <= {*(await jobs.request(path))[2]}
+    error = (await jobs.request("/v1/videos/x"))[2]["error"]
+    assert {*schemas["Error"]["properties"]["error"]["required"]} == {*error}
+    json.dumps(make_openapi(make_schema("t2v-A14B", jobs.folder)), allow_nan=False)
+
+
+async def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
+    """From the fields and files of a video comes an equal job."""
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", "i2v-A14B"])
+    sent = {
+        "prompt": PROMPT,
+        "input_reference": make_data_url(),
+        "size": "64*64",
+        "frame_num": "5",
+        "guidance_scale": "4",
+        "guidance_scale_2": "3",
+        "clips": 2,
+        "priority": 3,
+        "seed": "12",
+        "negative_prompt": "dark",
+    }
+    first = await jobs.create(sent)
+    video = (await jobs.request(f"/v1/videos/{first}"))[2]
+    assert video["request"] == {
+        "prompt": PROMPT,
+        "size": "64x64",
+        "num_frames": "5",
+        "guidance_high": 4.0,
+        "guidance_low": 3.0,
+        "num_clip": 2,
+        "priority": 3,
+        "seed": 12,
+        "negative_prompt": "dark",
+    }
+    assert video["inputs"] == {"input_reference": 1}
+    path = f"/v1/videos/{first}/inputs/input_reference"
+    status, headers, content = await jobs.request(path)
+    assert (status, headers["content-type"]) == (200, "application/octet-stream")
+    assert headers["x-content-type-options"] == "nosniff"
+    assert content == base64.b64decode(make_data_url().partition(",")[2])
+    url = f"data:;base64,{base64.b64encode(content).decode()}"
+    form = make_form({"extra_body": json.dumps(video["request"]), "input_reference": url})
+    second = (await jobs.request("/v1/videos", form, Content_Type=FORM))[2]["id"]
+    one, two = (jobs.service.find_job(name) for name in (first, second))
+    assert (one.shape, one.guidance, one.priority) == (two.shape, two.guidance, two.priority)
+    assert read_settings(one.settings) == read_settings(two.settings)
+    for name in (f"{path}?index=1", f"/v1/videos/{first}/inputs/audio", path.replace("v", "x")):
+        assert (await jobs.request(name))[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("task", "param"), [("i2v-A14B", "input_reference"), ("animate-14B", "src_ref")]
+)
+async def test_a_missing_file_is_named(task: str, param: str, tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", task])
+    status, _, answer = await jobs.request("/v1/videos", {"prompt": PROMPT})
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert param in answer["error"]["message"]
+
+
+async def test_where_a_video_is_in_the_queue(jobs: Jobs) -> None:
+    first = await jobs.create()
+    jobs.complete(first, seconds=8)
+    assert "queue_position" not in (await jobs.request(f"/v1/videos/{first}"))[2]
+    names = [await jobs.create() for _ in range(3)]
+    videos = [(await jobs.request(f"/v1/videos/{name}"))[2] for name in names]
+    assert [video["queue_position"] for video in videos] == [0, 1, 2]
+    assert [video["seconds_left"] for video in videos] == [8, 16, 24]
+    jobs.start_idle_ranks()
+    running = (await jobs.request(f"/v1/videos/{names[0]}"))[2]
+    assert running["queue_position"] is None and 0 < running["seconds_left"] <= 8
+
+
+async def test_a_filtered_list(jobs: Jobs) -> None:
+    names = [
+        await jobs.create({"prompt": f"a {word} Star", "seed": 7})
+        for word in ("red", "tan", "old", "blue", "gray")
+    ]
+    jobs.complete(names[1])
+    jobs.service._running[names[2]] = jobs.service.find_job(names[2])
+    jobs.handle_rank_message("failed", job=names[2], code="not_finite", message="x")
+
+    async def find(query: str) -> tuple[list[int], bool, str | None]:
+        page = (await jobs.request(f"/v1/videos?{query}"))[2]
+        return [names.index(row["id"]) for row in page["data"]], page["has_more"], page["last_id"]
+
+    assert await find("status=queued,in_progress") == ([4, 3, 0], False, names[0])
+    assert await find("status=queued&limit=2") == ([4, 3], True, names[3])
+    assert await find(f"status=queued&limit=2&after={names[3]}") == ([0], False, names[0])
+    assert await find("status=completed,failed&order=asc") == ([1, 2], False, names[4])
+    assert (await find("search=STAR+blue"))[0] == [3]
+    assert (await find(f"search={names[2][-8:]}+7"))[0] == [2]
+    assert await find("search=moon") == ([], False, names[0])
+    status, _, answer = await jobs.request("/v1/videos?status=done")
+    assert (status, answer["error"]["param"]) == (400, "status")
+
+
+async def test_the_files_of_the_page(tmp_path: Path) -> None:
+    """They need no key, and the page runs no script and loads nothing from elsewhere."""
+    jobs = Jobs(tmp_path / "jobs", key="a secret of the API")
+    texts = {}
+    for name, kind in {
+        "": "html",
+        **{n: n.rpartition(".")[2] for n in page_routes.PAGE_FILES},
+    }.items():
+        status, headers, content = await jobs.request(f"/{name}")
+        expected = {"html": "text/html", "css": "text/css", "js": "text/javascript"}[kind]
+        assert (status, headers["content-type"]) == (200, f"{expected}; charset=utf-8")
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        texts[name] = content.decode()
+    linked = re.findall(r'(?:src|href)="([\w.]+)"|from "\./([\w.]+)"', "".join(texts.values()))
+    assert {a or b for a, b in linked} == {*page_routes.PAGE_FILES}
+    assert not re.search(r"<script>|<style>|\son\w+=|innerHTML|https?://(?!127)", texts[""])
+    assert not any("innerHTML" in text or "eval(" in text for text in texts.values())
+    assert (await jobs.request("/openapi.json"))[0] == 401

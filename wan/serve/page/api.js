@@ -1,0 +1,98 @@
+// Requests to the service. Only the key of the API is stored, until the tab is closed.
+
+export class ApiError extends Error {
+  constructor(message, status, param) {
+    super(message);
+    this.status = status;
+    this.param = param;
+  }
+}
+
+let key = sessionStorage.getItem("key") || "";
+
+export function setKey(value) {
+  key = value;
+  sessionStorage.setItem("key", value);
+}
+
+export function getKey() {
+  return key;
+}
+
+/** Returns the response to a request; throws an ApiError with the API's own sentence. */
+export async function send(path, options = {}) {
+  const headers = { ...options.headers, ...(key ? { Authorization: "Bearer " + key } : {}) };
+  let answer;
+  try {
+    answer = await fetch(path, { ...options, headers });
+  } catch {
+    throw new ApiError("The service does not answer.", 0, null);
+  }
+  if (!answer.ok) {
+    const body = await answer.json().catch(() => null);
+    const error = body?.error || { message: "HTTP " + answer.status };
+    throw new ApiError(error.message, answer.status, error.param);
+  }
+  return answer;
+}
+
+/** Returns the JSON of a response. Seeds beyond the exact numbers of JavaScript become text. */
+export async function getJson(path, options) {
+  const text = await (await send(path, options)).text();
+  return JSON.parse(text, (name, value, context) =>
+    typeof value === "number" && !Number.isSafeInteger(value) && Number.isInteger(value)
+      ? context?.source ?? value : value);
+}
+
+/** Sends a request that makes a video; repeats it with the same key if the connection is lost. */
+export async function create(path, body) {
+  const random = [...crypto.getRandomValues(new Uint8Array(16))];
+  const headers = { "Idempotency-Key": random.map((byte) => byte.toString(16)).join("-") };
+  if (typeof body === "string") headers["Content-Type"] = "application/json";
+  for (let attempt = 0; ; attempt++) {
+    try {
+      return await getJson(path, { method: "POST", headers, body });
+    } catch (error) {
+      if (error.status !== 0 || attempt === 2) throw error;
+      await new Promise((resolve) => setTimeout(resolve, 1000 << attempt));
+    }
+  }
+}
+
+/** Sets the source of an image or video; with a key, which elements cannot send, by a blob. */
+export async function setSource(element, path) {
+  if (!key) {
+    element.src = path;
+    return;
+  }
+  element.src = URL.createObjectURL(await (await send(path)).blob());
+}
+
+/** Frees the blob of an element. */
+export function freeSource(element) {
+  if (element.src.startsWith("blob:")) URL.revokeObjectURL(element.src);
+}
+
+/** Returns the body of a request with fields and files, by field. */
+export function makeBody(fields, files) {
+  if (!Object.keys(files).length) return JSON.stringify(fields);
+  const form = new FormData();
+  form.append("extra_body", JSON.stringify(fields));
+  for (const [name, list] of Object.entries(files)) {
+    for (const file of list) form.append(name, file, file.name);
+  }
+  return form;
+}
+
+/** Returns the uploaded files of a video, by field. */
+export async function fetchInputs(video) {
+  const files = {};
+  for (const [field, count] of Object.entries(video.inputs || {})) {
+    files[field] = [];
+    for (let index = 0; index < count; index++) {
+      const path = `/v1/videos/${video.id}/inputs/${field}?index=${index}`;
+      files[field].push(new File([await (await send(path)).blob()], field));
+    }
+  }
+  return files;
+}

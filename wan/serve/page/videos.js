@@ -1,0 +1,307 @@
+// The list of videos: cards, their progress, filter, and pages of older videos.
+
+import { create, fetchInputs, freeSource, getJson, makeBody, send, setSource } from "./api.js";
+import { element } from "./form.js";
+
+const PAGE = 24, OPEN = "queued,in_progress";
+const list = document.getElementById("videos"), older = document.getElementById("older");
+const news = document.getElementById("news"), empty = document.getElementById("empty");
+const cards = new Map(); // id -> card
+const actions = {};
+let filter = { status: "", search: "" }, cursor = null, turn = 0;
+const seen = new IntersectionObserver((entries) => {
+  for (const entry of entries) if (entry.isIntersecting) loadThumbnail(entry.target.card);
+}, { rootMargin: "200px" });
+
+/** Sets what buttons do that concern the rest of the page: useAgain, remix, pick, report. */
+export function setActions(handlers) {
+  Object.assign(actions, handlers);
+}
+
+export const isOpen = (video) => video.status === "queued" || video.status === "in_progress";
+
+/** Shows the first page of the videos that fit a filter. */
+export async function showList(newFilter) {
+  filter = newFilter;
+  cursor = null;
+  const own = ++turn;
+  const page = await loadPage(own);
+  if (own !== turn) return;
+  for (const id of [...cards.keys()]) drop(id);
+  append(page);
+}
+
+export async function showOlder() {
+  append(await loadPage(turn));
+}
+
+async function loadPage(own) {
+  const data = [];
+  let after = cursor, page;
+  for (let round = 0; round < 10 && own === turn; round++) {
+    const query = new URLSearchParams({ limit: PAGE - data.length, ...filter });
+    if (after) query.set("after", after);
+    page = await getJson("/v1/videos?" + query);
+    data.push(...page.data);
+    after = page.last_id ?? after;
+    if (!page.has_more || data.length >= PAGE) break;
+  }
+  return { data, after, more: page?.has_more };
+}
+
+function append(page) {
+  cursor = page.after;
+  older.hidden = !page.more;
+  for (const video of page.data) show(video, list.children.length);
+  empty.hidden = cards.size > 0;
+}
+
+/** Updates all unfinished videos, those that have ended since, and new ones. */
+export async function refresh() {
+  const current = new Map();
+  for (let after = ""; after !== null;) {
+    const page = await getJson(`/v1/videos?limit=100&status=${OPEN}&after=${after}`);
+    for (const video of page.data) current.set(video.id, video);
+    after = page.has_more ? page.last_id : null;
+  }
+  for (const [id, card] of [...cards]) {
+    if (!isOpen(card.video) || current.has(id)) continue;
+    try {
+      current.set(id, await getJson("/v1/videos/" + id));
+    } catch (error) {
+      if (error.status !== 404) throw error;
+      drop(id);
+    }
+  }
+  for (const video of [...current.values()].reverse()) {
+    if (cards.has(video.id) || fits(video)) show(video);
+  }
+  empty.hidden = cards.size > 0;
+  return [...current.values()].filter(isOpen).length;
+}
+
+/** Shows what other clients have made or deleted among the newest videos since the last polls. */
+export async function refreshNewest() {
+  if (filter.search) return;
+  const own = turn, page = await getJson("/v1/videos?" + new URLSearchParams({ limit: PAGE, ...filter }));
+  if (own !== turn) return;
+  const ids = new Set(page.data.map((video) => video.id));
+  const oldest = page.has_more ? page.data.at(-1).created_at : -1;
+  for (const [id, card] of [...cards]) {
+    if (!ids.has(id) && card.video.created_at > oldest && !isOpen(card.video)) drop(id);
+  }
+  for (const video of page.data.reverse()) show(video);
+}
+
+function fits(video) {
+  const text = `${video.prompt} ${video.seed} ${video.size} ${video.id}`.toLowerCase();
+  const words = filter.search.toLowerCase().split(/\s+/).filter(Boolean);
+  const states = filter.status ? filter.status.split(",") : [video.status];
+  return states.includes(video.status) && words.every((word) => text.includes(word));
+}
+
+export function drop(id) {
+  const card = cards.get(id);
+  if (!card) return;
+  for (const media of card.item.querySelectorAll("img, video")) freeSource(media);
+  seen.unobserve(card.shot);
+  clearTimeout(card.timer);
+  if (card.pick.checked) actions.pick(card.video, false);
+  card.item.remove();
+  cards.delete(id);
+}
+
+/** Adds or updates the card of a video; new cards are sorted by time unless `index` is given. */
+export function show(video, index) {
+  let card = cards.get(video.id);
+  if (!card) {
+    card = makeCard(video);
+    const isOlder = (item) => item.created < video.created_at || (item.created === video.created_at);
+    const next = index === undefined ? [...list.children].find(isOlder) : list.children[index];
+    card.item.created = video.created_at;
+    list.insertBefore(card.item, next ?? null);
+    cards.set(video.id, card);
+    empty.hidden = true;
+  } else if (card.video.status !== video.status && !isOpen(video)) {
+    news.textContent = `${video.status === "failed" ? "Failed" : "Completed"}: ${name(video)}`;
+  }
+  const isNew = card.video.status !== video.status;
+  card.video = video;
+  update(card, isNew);
+}
+
+const name = (video) => (video.prompt || "video without a prompt").slice(0, 80);
+
+function makeCard(video) {
+  const item = element("li"), shot = element("div", "", item, { className: "shot" });
+  const about = element("div", "", item, { className: "about" });
+  const card = { video, item, shot, tries: 0 };
+  const pick = element("label", "", item, { className: "pick small", hidden: true });
+  card.pick = element("input", "", pick, { type: "checkbox" });
+  card.pick.setAttribute("aria-label", "Compare: " + name(video));
+  pick.append("compare");
+  card.pick.onchange = () => actions.pick(card.video, card.pick.checked);
+  card.bar = element("progress", "", about, { max: 100 });
+  card.bar.setAttribute("aria-label", "Progress of " + name(video));
+  element("p", video.prompt || "", about, { className: "prompt", title: video.prompt || "" });
+  card.facts = element("p", "", about, { className: "small" });
+  card.wrong = element("p", "", about, { className: "wrong" });
+  card.buttons = element("div", "", about, { className: "buttons" });
+  card.record = element("pre", "", about, { hidden: true, tabIndex: 0 });
+  shot.card = card;
+  makeButtons(card);
+  update(card, true);
+  return card;
+}
+
+function makeButtons(card) {
+  const add = (text, work) => {
+    const button = element("button", text, card.buttons, { type: "button" });
+    button.setAttribute("aria-label", `${text}: ${name(card.video)}`);
+    button.onclick = async () => {
+      button.disabled = true;
+      try {
+        card.wrong.textContent = card.video.error?.message || "";
+        await work();
+      } catch (error) {
+        card.wrong.textContent = error.message;
+      }
+      button.disabled = false;
+    };
+    return button;
+  };
+  add("Use again", async () => actions.useAgain(card.video, await fetchInputs(card.video)));
+  add("Remix", () => actions.remix(card.video));
+  card.retry = add("Retry", async () => {
+    const files = await fetchInputs(card.video);
+    show(await create("/v1/videos", makeBody(card.video.request, files)));
+  });
+  card.download = add("Download", () => download(card.video));
+  add("Copy seed", async () => { news.textContent = await copyText(String(card.video.seed)); });
+  const record = add("Record", () => {
+    card.record.hidden = !card.record.hidden;
+    record.setAttribute("aria-expanded", String(!card.record.hidden));
+    update(card, false);
+  });
+  card.remove = add("Delete", async () => {
+    const question = isOpen(card.video) ? "Cancel this video?" : "Delete this video and its files?";
+    if (!confirm(`${question}\n\n${name(card.video)}`)) return;
+    await send("/v1/videos/" + card.video.id, { method: "DELETE" });
+    drop(card.video.id);
+    empty.hidden = cards.size > 0;
+    news.textContent = "Deleted.";
+  });
+}
+
+function update(card, isNew) {
+  const video = card.video, open = isOpen(video);
+  card.bar.hidden = video.status !== "in_progress";
+  card.bar.value = video.progress;
+  card.facts.textContent = listFacts(video).join(" · ");
+  if (!card.record.hidden) card.record.textContent = JSON.stringify(video, null, 1);
+  if (video.preview_step && open) showPreview(card);
+  if (!isNew) return;
+  card.item.dataset.status = video.status;
+  card.wrong.textContent = video.error?.message || "";
+  card.remove.textContent = open ? "Cancel" : "Delete";
+  card.retry.hidden = video.status !== "failed";
+  card.download.hidden = card.pick.parentElement.hidden = video.status !== "completed";
+  if (video.status === "completed") seen.observe(card.shot);
+}
+
+function listFacts(video) {
+  const facts = [video.size, video.num_frames + " frames", "seed " + video.seed];
+  const left = video.seconds_left == null ? "" : "about " + formatSeconds(video.seconds_left);
+  if (video.status === "queued") {
+    const before = video.queue_position;
+    facts.push(before ? `waiting, ${before} before it` : "waiting, the next one");
+    if (left) facts.push(left);
+  } else if (video.status === "in_progress") {
+    const [done, total] = video.steps;
+    const stage = done === 0 ? "starting" : done < total ? "denoising" : "decoding";
+    facts.push(video.stage || stage, `step ${done} of ${total}`);
+    if (left) facts.push(left + " left");
+  } else {
+    facts.push(video.status);
+  }
+  if (video.inference_time_s) facts.push("took " + formatSeconds(video.inference_time_s));
+  if (video.power?.joules) facts.push(Math.round(video.power.joules) + " J");
+  if (video.power?.mean_mhz) facts.push(Math.round(video.power.mean_mhz) + " MHz");
+  facts.push(new Date(1000 * video.created_at).toLocaleString());
+  return facts;
+}
+
+function formatSeconds(seconds) {
+  if (seconds < 10) return seconds.toFixed(1) + " s";
+  if (seconds < 100) return Math.round(seconds) + " s";
+  return seconds < 5400 ? Math.round(seconds / 60) + " min" : (seconds / 3600).toFixed(1) + " h";
+}
+
+async function showPreview(card) {
+  const step = String(card.video.preview_step);
+  if (card.shot.dataset.step === step) return;
+  card.shot.dataset.step = step;
+  const image = element("img", "", null, { alt: `Preview after step ${step}` });
+  image.onload = () => { if (isOpen(card.video)) card.shot.replaceChildren(image); };
+  const path = `/v1/videos/${card.video.id}/content?variant=preview&step=${step}`;
+  await setSource(image, path).catch(() => {});
+}
+
+async function loadThumbnail(card) {
+  if (card.pictured || card.video.status !== "completed") return;
+  card.pictured = true;
+  const button = element("button", "", null, { type: "button" });
+  button.setAttribute("aria-label", "Play: " + name(card.video));
+  const image = element("img", "", button, { alt: "" });
+  const again = () => {
+    if (!cards.has(card.video.id)) return;
+    card.pictured = false;
+    const wait = 1000 * 2 ** Math.min(card.tries++, 6);
+    card.timer = setTimeout(() => loadThumbnail(card), wait);
+  };
+  image.onload = () => { seen.unobserve(card.shot); card.shot.replaceChildren(button); };
+  image.onerror = again;
+  button.onclick = () => play(card, button);
+  try {
+    const retry = card.tries ? "&retry=" + card.tries : "";
+    await setSource(image, `/v1/videos/${card.video.id}/content?variant=thumbnail${retry}`);
+  } catch (error) {
+    if (error.status === 404) drop(card.video.id);
+    else again();
+  }
+}
+
+async function play(card, button) {
+  const player = element("video", "", null, { controls: true, loop: true, autoplay: true });
+  player.playsInline = true;
+  player.setAttribute("aria-label", name(card.video));
+  player.onerror = () => { card.wrong.textContent = "The video cannot be played."; };
+  try {
+    await setSource(player, `/v1/videos/${card.video.id}/content`);
+    button.replaceWith(player);
+    player.focus();
+  } catch (error) {
+    card.wrong.textContent = error.message;
+  }
+}
+
+async function download(video) {
+  const link = element("a", "", null, { download: video.file_name || video.id + ".mp4" });
+  await setSource(link, `/v1/videos/${video.id}/content`);
+  link.href = link.src;
+  link.click();
+  setTimeout(() => freeSource(link), 60000);
+}
+
+/** Copies text, also on pages without HTTPS, where browsers have no clipboard. */
+async function copyText(text) {
+  if (navigator.clipboard) {
+    await navigator.clipboard.writeText(text);
+  } else {
+    const area = element("textarea", "", document.body, { value: text, className: "unseen" });
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  return `Copied ${text}.`;
+}

@@ -1,0 +1,312 @@
+"""JSON Schema of the fields of a request, derived from the settings of the running task."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from mimetypes import guess_type
+from typing import Any
+
+from wan.app.run import PATH_SETTINGS, Run
+from wan.serve import fields
+from wan.serve.fields import FIELD_NAMES
+from wan.serve.journal import ServiceJob
+from wan.settings.fields import REQUIRED, Option
+from wan.settings.flags import FLAGS, GROUPS
+from wan.settings.presets import PRESETS, Preset
+from wan.settings.values import integer, real
+from wan.tasks.base import TASKS
+
+Schema = dict[str, Any]
+TITLES = {
+    "num_frames": "Frames",
+    "num_inference_steps": "Steps",
+    "flow_shift": "Shift",
+    "fps": "Frames per second",
+    "input_reference": "Image",
+    "guidance_scale": "Guidance",
+    "guidance_high": "Guidance, high noise",
+    "guidance_low": "Guidance, low noise",
+    "num_clip": "Clips",
+    "infer_frames": "Frames of a clip",
+    "refert_num": "Shared frames",
+    "replace_flag": "Replace the character",
+    "start_from_ref": "Start from the image",
+    "src_ref": "Reference image",
+    "src_pose": "Pose video",
+    "src_face": "Face video",
+    "src_bg": "Background video",
+    "src_mask": "Mask video",
+    "src_video": "Source video",
+    "src_ref_images": "Reference images",
+    "ode": "ODE",
+}
+"""Field -> its title, where that is not its name."""
+DATA_URL: Schema = {"type": "string", "pattern": "^data:.*;base64,"}
+_ANY_REFERENCE = {"$ref": "#/components/schemas/FileReference"}
+_GUIDANCE_SCHEMA = dict(real(0, 100, exclude_min=True).schema)
+
+
+@dataclass(frozen=True)
+class RequestSchema:
+    """The fields of a request to the running service.
+
+    Each property may have these extensions: `x-common` (one of the usual fields), `x-media` (a file
+    of these media types), `x-alias-of` (another name of this field), `x-ignored` (taken from
+    clients of other APIs, without an effect), and `x-step` (distance of allowed numbers).
+
+    Attributes:
+        properties: Field -> JSON Schema.
+        required: Required fields.
+    """
+
+    properties: dict[str, Schema]
+    required: tuple[str, ...]
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Field of an uploaded file -> its media types."""
+        return {
+            name: entry["x-media"] for name, entry in self.properties.items() if "x-media" in entry
+        }
+
+
+def make_request_schema(
+    run: Run, models: Sequence[str], max_frames: int, max_characters: int
+) -> RequestSchema:
+    """Returns the fields of a request.
+
+    Args:
+        run: The run that the ranks were started with.
+        models: The names of the loaded model.
+        max_frames: Frames of a video.
+        max_characters: Characters of a prompt.
+    """
+    properties = _list_settings(run)
+    for name, most in (
+        ("num_frames", (max_frames - 1) // 4 * 4 + 1),
+        ("infer_frames", max_frames // 4 * 4),
+    ):
+        if name in properties:
+            properties[name]["maximum"] = min(properties[name]["maximum"], most)
+    for name in ("prompt", "negative_prompt"):
+        properties[name]["maxLength"] = max_characters
+    properties["prompt"]["pattern"] = r"\S"
+    files = _list_files(run)
+    if not files:  # an image would decide the shape
+        size = properties["size"]
+        size["description"] = size["description"].partition(";")[0]
+    properties |= files | _list_computed_fields(run, models)
+    ordered = sorted(properties, key=lambda name: _rank_field(name, properties[name]))
+    properties = {name: {"title": _make_title(name)} | properties[name] for name in ordered}
+    properties |= _list_aliases(properties, run) | _list_foreign_fields(properties)
+    return RequestSchema(properties, () if run.params.task.uploads_without_prompt else ("prompt",))
+
+
+def make_request_fields(job: ServiceJob) -> dict[str, Any]:
+    """Returns the fields of a job's request without its files; sent again, they make a copy."""
+    values: dict[str, Any] = {}
+    for setting, value in job.settings.items():
+        values[FIELD_NAMES.get(setting, setting)] = value
+    if (scales := values.pop("sample_guide_scale", None)) is not None:
+        low, high = FLAGS["sample_guide_scale"].reader("`sample_guide_scale`", scales)
+        is_single = "dit" in job.guidance
+        values |= {"guidance_scale": low} if is_single else {"guidance_high": high}
+        values |= {} if is_single else {"guidance_low": low}
+    if "size" in values:
+        values["size"] = str(values["size"]).replace("*", "x")
+    if "seed" in values:
+        values["seed"] = int(values["seed"])  # text in jobs of earlier versions
+    return values | ({"priority": job.priority} if job.priority else {})
+
+
+def _list_settings(run: Run) -> dict[str, Schema]:
+    """Returns the schema of each setting that a request may have, without files."""
+    defaults, preset = _read_defaults(), run.setup.preset
+    properties: dict[str, Schema] = {}
+    for name, flag in FLAGS.items():
+        if not flag.line or name in PATH_SETTINGS or name in fields.UPLOADS:
+            continue
+        is_unused = defaults[name] is REQUIRED and name not in run.settings
+        if flag.needs is not None and not FLAGS[flag.needs].line:
+            parts = (run.output, *vars(run.setup).values())
+            is_unused |= not any(getattr(part, flag.needs, None) for part in parts)
+        if is_unused or (flag.tasks and preset.task not in flag.tasks):
+            continue
+        entry = _describe_setting(flag, preset)
+        started = run.settings.get(name, defaults[name])
+        if started is not None and name != "prompt":
+            entry["default"] = _format_default(name, started)
+        properties[FIELD_NAMES.get(name, name)] = entry
+    if run.params.boundary is None:
+        del properties["boundary_step"]
+    if run.params.task.uploads_without_prompt:  # the length follows from the uploaded files
+        del properties["num_clip"]["default"]
+    if run.params.task.upload_names:
+        del properties["size"]["default"]
+    if run.params.task.has_fixed_fps:
+        properties["fps"] |= {"const": properties["fps"]["default"]}
+    del properties["sample_guide_scale"]  # an alias of the guidance fields
+    properties["seed"]["default"] = -1
+    properties["size"]["examples"] = [size.replace("*", "x") for size in preset.trained_sizes]
+    return properties
+
+
+def _read_defaults() -> dict[str, Any]:
+    """Returns the declared default of each setting."""
+    return {
+        name: declared.default
+        for groups in GROUPS.values()
+        for group in groups
+        for name, declared in group.__dataclass_fields__.items()  # type: ignore[attr-defined]
+        if name in FLAGS
+    }
+
+
+def _describe_setting(flag: Option, preset: Preset) -> Schema:
+    """Returns the schema of a setting; its help text without the default and other tasks."""
+    text = re.sub(r"\s*\(default[^()]*\)|; default[^()]*(?=\))|, separated by .*", "", flag.help)
+    text = re.sub(r"--(\w+)", lambda match: FIELD_NAMES.get(match[1], match[1]), text)
+    names = {preset.task, preset.kind, preset.model_type}
+    kinds = "|".join(sorted({*PRESETS, *TASKS, "flf2v"}, reverse=True))  # longest first
+    need = re.compile(rf"((?:{kinds})(?:, (?:{kinds}))*): ([^;,()]+)")
+
+    def describe_need(match: re.Match[str]) -> str:
+        needs = [text for tasks, text in need.findall(match[1]) if names & {*tasks.split(", ")}]
+        return f" ({needs[0]})" if needs else ""
+
+    text = re.sub(rf" \(((?:{kinds})\b[^()]*)\)", describe_need, text)
+    entry: Schema = dict(flag.reader.schema) | {"description": text}
+    return entry | ({"x-common": True} if flag.common else {})
+
+
+def _format_default(name: str, value: Any) -> Any:
+    """Returns the value of a setting as JSON has it."""
+    if name == "size":
+        return "x".join(map(str, value))
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _list_files(run: Run) -> dict[str, Schema]:
+    """Returns the schema of each uploaded file of the task."""
+    preset, files = run.setup.preset, {}
+    for name in fields.UPLOADS:
+        flag = FLAGS[name]
+        if preset.task in flag.tasks:
+            entry = _describe_setting(flag, preset) | {"x-common": True, "x-media": flag.media}
+            del entry["type"]
+            one_file = _ANY_REFERENCE
+            if name == fields.PICTURES:
+                most = fields.MAX_REFERENCE_IMAGES
+                many = {"type": "array", "items": one_file, "minItems": 1, "maxItems": most}
+                entry |= {"anyOf": [one_file, many]}
+            else:
+                entry |= one_file
+            files[FIELD_NAMES.get(name, name)] = entry
+    for name, file in run.params.task.upload_names.items():
+        media = f"{(guess_type(file)[0] or '').partition('/')[0]}/*"
+        is_needed = file in FLAGS[fields.FOLDER].help
+        text = f"{file} of the preprocessed folder{' (needed)' if is_needed else ''}"
+        files[name] = _ANY_REFERENCE | {"description": text, "x-media": media, "x-common": True}
+    return files
+
+
+def _list_computed_fields(run: Run, models: Sequence[str]) -> dict[str, Schema]:
+    """Returns the schema of each field that is no setting."""
+    low, high = run.params.sample_guide_scale
+    properties: dict[str, Schema] = {
+        "model": {"enum": [*models], "default": models[0], "description": "name of the model"},
+        "priority": dict(integer(-100, 100).schema)
+        | {"default": 0, "description": "videos of higher priority run first"},
+        "webhook_url": {
+            "type": "string",
+            "pattern": "^https?://",
+            "examples": ["https://hooks.example/video"],
+            "description": "address that is told the end of the video, if --webhook_hosts has it",
+        },
+    }
+    if run.params.boundary is None:
+        text = "guidance scale; 1: no guidance"
+        return properties | {
+            "guidance_scale": _GUIDANCE_SCHEMA
+            | {"default": low, "description": text, "x-common": True}
+        }
+    text = "of other APIs; only the value of this service"
+    properties["boundary_ratio"] = {
+        "const": run.params.boundary,
+        "description": text,
+        "x-ignored": True,
+    }
+    for name, default in (("high", high), ("low", low)):
+        text = f"guidance scale of the {name}-noise expert; 1: no guidance"
+        properties[f"guidance_{name}"] = _GUIDANCE_SCHEMA | {
+            "default": default,
+            "description": text,
+            "x-common": True,
+        }
+    return properties
+
+
+def _list_aliases(properties: Mapping[str, Schema], run: Run) -> dict[str, Schema]:
+    """Returns the other names of fields."""
+    aliases = {setting: name for setting, name in FIELD_NAMES.items() if name in properties}
+    for name, setting in fields.FIELD_TO_SETTING.items():
+        field = FIELD_NAMES.get(setting, setting)
+        if name not in properties and field in properties:
+            aliases[name] = field
+    entries = {
+        alias: {key: value for key, value in properties[field].items() if key != "default"}
+        for alias, field in aliases.items()
+    }
+    side = dict(integer(1, 100_000).schema)
+    entries |= {"width": side, "height": side}
+    if not run.params.task.upload_names:
+        entries["aspect_ratio"] = {"type": "string", "pattern": r"^\d+:\d+$", "examples": ["16:9"]}
+        entries["short_edge"] = side
+    aliases |= dict.fromkeys(
+        ("width", "height", "aspect_ratio", "short_edge") & entries.keys(), "size"
+    )
+    if not run.params.has_clips:
+        entries["seconds"] = {
+            "type": "number",
+            "exclusiveMinimum": 0,
+            "maximum": properties["num_frames"]["maximum"] / run.output.fps,
+            "description": "duration; rounded to a number of frames",
+        }
+        aliases["seconds"] = "num_frames"
+    scales = {"sample_guide_scale": dict(FLAGS["sample_guide_scale"].reader.schema)}
+    scales |= {"guidance_scale_2": _GUIDANCE_SCHEMA, "guidance_scale": _GUIDANCE_SCHEMA}
+    first = "guidance_scale" if "guidance_scale" in properties else "guidance_high"
+    for name in scales.keys() - properties.keys():
+        entries[name], aliases[name] = scales[name], first
+    return {
+        name: {k: v for k, v in entry.items() if k not in ("title", "x-common")}
+        | {"x-alias-of": aliases[name]}
+        for name, entry in sorted(entries.items())
+    }
+
+
+def _list_foreign_fields(properties: Mapping[str, Schema]) -> dict[str, Schema]:
+    """Returns the fields of other APIs that are accepted without an effect."""
+    text = "of other APIs; accepted without an effect"
+    entries: dict[str, Schema] = {}
+    for name, row in fields.API_FIELDS.items():
+        if row.setting or not row.accepted:
+            continue
+        values = [] if fields.ANY in row.accepted else [*row.accepted]
+        limits: Schema = {"enum": values} if values else {"type": ["string", "number", "boolean"]}
+        entries[name] = limits | {"description": text, "x-ignored": True}
+    for name in fields.BLOCKS:
+        entries[name] = {"type": "object", "description": "further fields", "x-ignored": True}
+    return {name: entry for name, entry in entries.items() if name not in properties}
+
+
+def _make_title(name: str) -> str:
+    """Returns the title of a field."""
+    return TITLES.get(name, name.replace("_", " ").capitalize())
+
+
+def _rank_field(name: str, entry: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the sort key of a field: the prompt, files, the usual fields, and the others."""
+    return (name != "prompt", "x-media" not in entry, "x-common" not in entry)
