@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from imageio_ffmpeg import get_ffmpeg_exe
+from PIL import Image
 
 from tests.conftest import slow
 from tools import contact_sheet, make_character, make_sound
@@ -209,6 +210,32 @@ def test_a_rotated_video_is_read_as_it_is_shown(tmp_path: Path) -> None:
     upright = np.stack(list(video_reader.read_video(tmp_path / "v.mp4", "x").iter_frames()))
     turned = np.rot90(upright, axes=(1, 2)).astype(int)
     assert np.abs(np.stack(list(clip.iter_frames())) - turned).mean() < 3  # chroma is turned before
+
+
+@pytest.mark.parametrize(
+    ("size", "pixel_aspect", "shown"),
+    [
+        ("96x64", "2", (192, 64)),
+        ("96x64", "8/9", (96, 72)),
+        ("96x64", "255/256", (96, 64)),  # from rounded sides
+        ("96x720", "2", (192, 720)),  # in the colors of HD
+    ],
+)
+def test_pixels_that_are_not_square(
+    size: str, pixel_aspect: str, shown: tuple[int, int], tmp_path: Path
+) -> None:
+    """The frames are those of the same video with square pixels, scaled by Pillow."""
+    plain, wide, turned = (tmp_path / f"{name}.mp4" for name in ("plain", "wide", "turned"))
+    ffmpeg(*lavfi(f"testsrc2=s={size}:r=16:d=0.2"), "-pix_fmt", "yuv420p", plain)
+    ffmpeg("-i", plain, "-vf", f"setsar={pixel_aspect}", "-qp", 1, "-pix_fmt", "yuv420p", wide)
+    clip = video_reader.read_video(wide, "x")
+    squares = video_reader.read_video(plain, "x").iter_frames()
+    assert clip.size == shown
+    for frame, square in zip(clip.iter_frames(), squares, strict=True):
+        expected = np.asarray(Image.fromarray(square).resize(shown, Image.Resampling.LANCZOS))
+        assert np.abs(frame.astype(int) - expected).mean() < 4
+    ffmpeg("-display_rotation", 90, "-i", wide, "-c", "copy", turned)
+    assert video_reader.read_video(turned, "x").size == shown[::-1]
 
 
 def first_loud(samples: np.ndarray) -> float:

@@ -35,16 +35,16 @@ from wan.utils.log import logger
 if TYPE_CHECKING:
     import numpy as np
 
-if TYPE_CHECKING:
-    import numpy as np
-
 HD_LINES = 720  # a video without color tags is BT.709 from this height on, else BT.601
 _RATES = (16, 20, 24, 25, 30, 48, 50, 60, 120, 240)
 _NTSC = (24, 30, 60)  # may be divided by 1.001
 _MAX_LOST = 0.05  # fraction of the stored frames that resampling may drop
 _MAX_LAST_SECONDS = 0.1  # upper limit of the last frame's duration with a variable rate
 # A line of the filter `showinfo`.
-_FRAME_PATTERN = re.compile(r"n: *\d+ pts: *(-?\d+)?.* fmt:(\S+) .*?s:(\d+)x(\d+) ")
+_FRAME_PATTERN = re.compile(
+    r"n: *\d+ pts: *(-?\d+)?.* fmt:(\S+) .*?(?:sar:(\d+)/(\d+) .*?)?\bs:(\d+)x(\d+) "
+)
+_MIN_STRETCH, _MAX_STRETCH = 1.02, 10  # of pixels that are not square; others are shown as stored
 _HDR = {"smpte2084": "PQ", "arib-std-b67": "HLG"}  # transfer functions
 
 
@@ -53,11 +53,11 @@ class VideoFile:
     """A video as frames of a constant rate.
 
     Attributes:
-        size: (width, height) after rotation.
+        size: (width, height) as shown: after rotation, with square pixels.
         fps: Frames per second.
         times: Time stamp of each stored frame, in seconds.
         indices: The index of the stored frame that is shown, for each frame at `fps`.
-        filters: ffmpeg's filters for the color conversion, or "".
+        filters: ffmpeg's filters for colors and square pixels, or "".
         is_variable: Whether the stored frames have a variable rate.
     """
 
@@ -134,6 +134,7 @@ class _Probe:
 
     Attributes:
         size: (width, height) after rotation.
+        pixel_aspect: Width of a pixel over its height.
         stored_height: Height before rotation.
         fps: Average rate of the stream; 0 if unknown.
         times: Time stamp of each frame in seconds; None without a time stamp.
@@ -143,6 +144,7 @@ class _Probe:
     """
 
     size: tuple[int, int]
+    pixel_aspect: float
     stored_height: int
     fps: float
     times: list[Fraction | None]
@@ -175,7 +177,11 @@ def read_video(path: Path, setting: str, fps: float | None = None) -> VideoFile:
     rate = _measure_rate(times)
     if not (probe.fps or rate):
         raise InputError(setting, path, "has no frames that can be read", "give an mp4")
-    filters = _choose_filters(probe, path)
+    size = _compute_shown_size(probe)
+    filters = _choose_color_filters(probe, path)
+    if size != probe.size:  # scaled in RGB, as subsampled colors would blur
+        stretch = f"format=gbrp,scale=w={size[0]}:h={size[1]}:flags=lanczos"
+        filters = f"{filters},{stretch}" if filters else stretch
     if _is_uniform(times):
         is_exact = not rate or abs(probe.fps - rate) <= 0.01 * rate
         constant_fps = probe.fps if probe.fps and is_exact else rate
@@ -186,14 +192,14 @@ def read_video(path: Path, setting: str, fps: float | None = None) -> VideoFile:
                 *(path, times[0]),
             )
         indices = [*[0] * late, *range(len(times))] if late else range(len(times))
-        return VideoFile(path, probe.size, constant_fps, times, indices, filters)
+        return VideoFile(path, size, constant_fps, times, indices, filters)
     fps = fps or _choose_rate(times)
     logger.warning(
         "%s has no constant frame rate: it is resampled to %.4g frames per second.",
         *(path, fps),
     )
     indices = _resample_times(times, fps)
-    return VideoFile(path, probe.size, fps, times, indices, filters, is_variable=True)
+    return VideoFile(path, size, fps, times, indices, filters, is_variable=True)
 
 
 def count_stored_frames(path: Path) -> int:
@@ -212,7 +218,7 @@ def _probe_video(path: Path) -> _Probe:
     assert process.stderr is not None
     header, failure = list[str](), ""
     times, time_base = list[Fraction | None](), Fraction(1)
-    size, pixel_format, colors = (0, 0), "", dict[str, str]()
+    size, pixel_aspect, pixel_format, colors = (0, 0), 1.0, "", dict[str, str]()
     try:
         for raw in process.stderr:
             line = raw.decode(errors="replace").rstrip()
@@ -226,14 +232,17 @@ def _probe_video(path: Path) -> _Probe:
             elif match := _FRAME_PATTERN.match(printed):
                 times.append(None if match[1] is None else int(match[1]) * time_base)
                 if len(times) == 1:
-                    pixel_format, size = match[2], (int(match[3]), int(match[4]))
+                    pixel_format, size = match[2], (int(match[5]), int(match[6]))
+                    width, height = (int(side or 0) for side in match.group(3, 4))
+                    pixel_aspect = width / height if width and height else 1.0  # 0/1: unknown
             elif not colors and printed.startswith("color_range:"):
                 colors = dict(re.findall(r"color_(\w+):(\S+)", printed))
     finally:
         stop_ffmpeg(process)
     stored_height, fps = _parse_header(header)
     return _Probe(
-        size, stored_height or size[1], fps, times, pixel_format, colors, describe_failure(failure)
+        *(size, pixel_aspect, stored_height or size[1], fps, times, pixel_format, colors),
+        describe_failure(failure),
     )
 
 
@@ -299,7 +308,15 @@ def _round_half_up(value: float) -> int:
     return int(value + 0.5) if value >= 0 else -int(0.5 - value)
 
 
-def _choose_filters(probe: _Probe, path: Path) -> str:
+def _compute_shown_size(probe: _Probe) -> tuple[int, int]:
+    """Returns (width, height) with square pixels; the side that is too short is stretched."""
+    (width, height), aspect = probe.size, probe.pixel_aspect
+    if not _MIN_STRETCH <= max(aspect, 1 / aspect) <= _MAX_STRETCH:
+        return probe.size
+    return round(width * max(aspect, 1)), round(height * max(1 / aspect, 1))
+
+
+def _choose_color_filters(probe: _Probe, path: Path) -> str:
     """Chooses the filters of the color conversion by the tags, or by the height without tags."""
     colors = {"range": "unknown", "space": "unknown", "primaries": "unknown", **probe.colors}
     transfer = _HDR.get(colors.get("trc", ""))
