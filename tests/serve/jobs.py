@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,15 @@ async def begin_request(jobs: Jobs, path: str, **headers: str) -> tuple[str, asy
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     return waiting[-1].id, disconnected, task
+
+
+@asynccontextmanager
+async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs a coroutine in the background, and cancels it at the end."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.refusals import check_refusals
-from tests.serve.jobs import Jobs
+from tests.serve.jobs import Jobs, running
 from wan.serve import store as store_module
 from wan.serve.service import Limits
 from wan.serve.store import Store, StoreUploads
@@ -61,13 +61,8 @@ async def storing(jobs: Jobs, url: str) -> Any:
     attempts: list[str] = []
     store = Store(url)
     await store.check(jobs.folder / "jobs")
-    task = asyncio.create_task(StoreUploads(jobs.service, store, attempts.append).run())
-    try:
+    async with running(StoreUploads(jobs.service, store, attempts.append).run()):
         yield attempts
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 async def wait_until_stored(jobs: Jobs) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sqlite3
 from collections.abc import Iterator
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tests.refusals import check_refusals
-from tests.serve.jobs import Jobs
+from tests.serve.jobs import Jobs, running
 from tests.serve.receiver import Receiver
 from wan.serve import retries, webhooks
 from wan.serve.service import Limits
@@ -55,13 +55,8 @@ async def delivering(jobs: Jobs, allowed: WebhookHosts = LOCAL) -> Any:
     key = webhooks.read_signing_key(SECRET)
     sender = Webhooks(jobs.service, key, allowed, attempts.append)
     sender._queue._longest = 0.05
-    task = asyncio.create_task(sender.run())
-    try:
+    async with running(sender.run()):
         yield attempts
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 async def wait_until_delivered(jobs: Jobs) -> None:
