@@ -138,8 +138,10 @@ def _find_networks(names: Mapping[str, TensorInfo]) -> list[NetworkNames]:
         if component == "vae":
             prefixes = {prefix for prefix in prefixes if _is_video_vae(names, prefix)}
         networks += [NetworkNames(component, prefix) for prefix in sorted(prefixes)]
+    if networks:
+        return networks
     roles = {suffix.role for name in names if (suffix := split_suffix(name)) is not None}
-    return networks if networks or not roles - {"alpha"} else [NetworkNames("lora", "")]
+    return [NetworkNames("lora", "")] if roles - {"alpha"} else []
 
 
 def _find_prefixes(names: Mapping[str, TensorInfo], signature: tuple[str, ...]) -> set[str]:

@@ -8,11 +8,12 @@ globals are only compared with names, never imported or called.
 from __future__ import annotations
 
 import io
+import os
 import pickletools
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -111,6 +112,15 @@ def read_pickled_tensors(path: Path) -> dict[str, PickledTensor]:
         ForeignPickleError: The file holds something else.
         InputError: The file is damaged.
     """
+    with open_regular_file(path) as file:
+        status = os.fstat(file.fileno())
+    version = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return dict(_read_version(path, version))
+
+
+@lru_cache(maxsize=16)  # one video reads the header of its VAE eight times
+def _read_version(path: Path, _: tuple[int, ...]) -> dict[str, PickledTensor]:
+    """Returns the tensors of a version of a file by name."""
     with open_regular_file(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
