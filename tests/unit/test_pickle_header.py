@@ -57,6 +57,14 @@ def test_tensors_are_those_of_torch(case: str, tmp_path: Path) -> None:
         ), name
 
 
+def test_a_file_that_is_written_again_is_read_again(tmp_path: Path) -> None:
+    """Also one with as many bytes, under the same name."""
+    for name in ("a", "b"):
+        torch.save({name: BASE}, tmp_path / "x.pt")
+        assert [*read_file_headers(tmp_path / "x.pt")] == [name]
+        read_file_headers(tmp_path / "x.pt").clear()  # a caller's own
+
+
 def write_archive(path: Path, pickle: bytes, compression: int = zipfile.ZIP_STORED) -> Path:
     with zipfile.ZipFile(path, "w", compression) as archive:
         archive.writestr("x/data.pkl", pickle)
