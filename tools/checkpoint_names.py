@@ -38,6 +38,7 @@ from wan.checkpoint.merge_lora import merge_loras
 from wan.checkpoint.network_names import COMPONENTS
 from wan.checkpoint.pickle_header import PICKLE_SUFFIXES
 from wan.checkpoint.prefixes import NETWORK_PREFIXES
+from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES
 from wan.modules import clip, t5
 from wan.modules.vae import video_vae
 from wan.testing.random_checkpoint import WRITERS, make_checkpoint
@@ -119,11 +120,11 @@ def _save_gguf(tensors: Tensors, path: Path) -> None:
 
 
 _SAVERS: Mapping[str, Callable[[Any, Path], None]] = {
-    ".safetensors": save_file,
+    **dict.fromkeys(SAFETENSORS_SUFFIXES, save_file),
     ".gguf": _save_gguf,
 }
 CONTAINERS: dict[str, Callable[[Tensors, Path], Path]] = {
-    ".safetensors": partial(_save_one, ".safetensors"),
+    **{suffix: partial(_save_one, suffix) for suffix in SAFETENSORS_SUFFIXES},
     "shards, index": partial(_save_shards, ".safetensors", f"{_STEM}-{{}}", True),
     "shards": partial(_save_shards, ".safetensors", "any-{}", False),
     "variant": partial(_save_shards, ".safetensors", f"{_STEM}.bf16-{{}}", False),
@@ -284,7 +285,7 @@ class LoraFiles:
 
 def list_lora_cases(is_complete: bool) -> Iterator[LoraCase]:
     """Yield all cases, or as many as have each row and each column at least once."""
-    suffixes = (".safetensors", *PICKLE_SUFFIXES)
+    suffixes = (*SAFETENSORS_SUFFIXES, *PICKLE_SUFFIXES)
     namings: list[Naming | str] = [*NAMINGS, *DIFFERENCES]
     for index, naming in enumerate(namings):
         spellings = [*LAYER_NAMES]
@@ -314,7 +315,7 @@ def list_prefix_rows() -> Iterator[Row]:
 def list_lora_rows() -> Iterator[Row]:
     """Yield the rows of the documentation's table of LoRA files."""
     yield "LoRA", *LAYER_NAMES
-    suffixes = f"{1 + len(PICKLE_SUFFIXES)}"
+    suffixes = f"{len(SAFETENSORS_SUFFIXES) + len(PICKLE_SUFFIXES)}"
     for row in NAMINGS:
         names = ", ".join(f"`{name}`" for name in (row.prefix, row.down) if name)
         yield f"{row.program} ({names})", *(suffixes for _ in LAYER_NAMES)

@@ -90,7 +90,7 @@ def list_lora_kinds() -> Iterable[Row]:
 
 _SENTENCES = DOCS.parent / "tests" / "refusals.txt"
 _FILE_KINDS = (  # kind of file, and the case of the tests whose sentence it gets
-    ("two experts in one file", "checkpoints: several networks", "two"),
+    ("two networks in one file", "checkpoints: several networks", "two without names"),
     ("another of Wan's networks than its flag's", "checkpoints: several networks", "text and vae"),
     ("another model", "checkpoints: several networks", "another model"),
     ("a network and more", "checkpoints: several networks", "unknown tensors"),

@@ -34,7 +34,7 @@ class WanT2V(Generator):
         self,
         input_prompt: str,
         size: tuple[int, int] = (1280, 720),
-        frame_num: int = 81,
+        frame_num: int = DefaultInt(81),
         shift: float = DefaultFloat(5.0),
         sample_solver: str = DefaultStr("unipc"),
         sampling_steps: int = DefaultInt(50),
@@ -53,7 +53,7 @@ class WanT2V(Generator):
         Args:
             input_prompt: Description of the video.
             size: (width, height) in pixels.
-            frame_num: 4n+1.
+            frame_num: 4n+1; by default at most the number of frames of `src_video`.
             shift: Shift of the noise schedule; `model.config.sample_shift` is the task's.
             sample_solver: "unipc" or "dpm++".
             sampling_steps: Number of solver steps; `model.config.sample_steps` is the task's.
@@ -67,7 +67,8 @@ class WanT2V(Generator):
             prompt_embeds: Prompt embeddings [length, text_dim], used instead of the prompt.
             negative_prompt_embeds: Embeddings [length, text_dim] of the negative prompt.
             output_type: "pt": the video; "latent": its latents.
-            **settings: Other command-line flags of a video, by their names (docs/cli.md).
+            **settings: Other command-line flags of a video, by their names (docs/cli.md), such as
+                src_video and strength (docs/video2video.md).
 
         Returns:
             The video, float32 [3,F,H,W] in [-1, 1], or the latents [Z,f,h,w]. With several ranks

@@ -29,7 +29,7 @@ class WanTI2V(Generator):
         img: Any = None,
         size: tuple[int, int] = (1280, 704),
         max_area: int = 704 * 1280,
-        frame_num: int = 81,
+        frame_num: int = DefaultInt(81),
         shift: float = DefaultFloat(5.0),
         sample_solver: str = DefaultStr("unipc"),
         sampling_steps: int = DefaultInt(50),

@@ -35,6 +35,28 @@ def test_each_line_has_a_seed_of_its_own(tmp_path: Path) -> None:
         assert [entry.settings["base_seed"] for entry in runs] == seeds
 
 
+def test_lines_keep_the_seed_of_a_record(tmp_path: Path) -> None:
+    record = tmp_path / "earlier.json"
+    record.write_text(json.dumps({"settings": {"base_seed": 7}}))
+    lines: list[str | dict[str, Any]] = ["a", {"prompt": "b", "seed": 5}]
+    run = resolve_lines(tmp_path, lines, "--from_json", str(record))
+    runs = [line.run for line in run.with_seed(100).lines if line.run is not None]
+    assert [entry.params.base_seed for entry in runs] == [7, 5]
+
+
+def test_a_comment_begins_with_a_space(tmp_path: Path) -> None:
+    run = resolve_lines(tmp_path, ["# a note", "#1 on the grid", "#", " # another", "b"])
+    found = {line.number: line.run.params.prompt for line in run.lines if line.run}
+    assert found == {2: "#1 on the grid", 5: "b"}
+
+
+def test_names_of_long_prompts_fit_into_a_file_system(tmp_path: Path) -> None:
+    """A prompt gives up to 40 bytes of the name, in whole letters of any alphabet."""
+    run = resolve_lines(tmp_path, ["a" * 300, "дом " * 90, "猫" * 90])
+    names = [line.run.output.save_file.stem for line in run.lines if line.run]
+    assert names == ["001_" + "a" * 40, "002_дом_дом_дом_дом_дом_до", "003_" + "猫" * 13]
+
+
 def test_ranks_may_draw_other_seeds_and_name_no_other(tmp_path: Path) -> None:
     """Their rank invariants differ only if a seed in a line differs, not if it is drawn."""
     lines: list[str | dict[str, Any]] = ["a", {"prompt": "b", "seed": 5}]

@@ -100,8 +100,11 @@ def test_dit(kind: str, heads: int, head_dim: int) -> None:
     assert (actual - expected).abs().max() <= TOLERANCE
 
 
-def make_official_scheduler(solver: str, shift: float) -> Any:
-    """Make diffusers' solver with the official sigmas and timesteps."""
+def make_official_scheduler(solver: str, shift: float, begin_index: int | None = 0) -> Any:
+    """Make diffusers' solver with the official sigmas and timesteps.
+
+    begin_index: Of the first step; None: the solver searches its timestep.
+    """
 
     def make_wan_solver(steps: int) -> Any:
         values = {"sample_solver": solver, "sample_steps": steps, "sample_shift": shift}
@@ -122,7 +125,7 @@ def make_official_scheduler(solver: str, shift: float) -> Any:
             super().set_timesteps(steps)
             wan_solver = make_wan_solver(steps)
             self.sigmas, self.timesteps = wan_solver.sigmas, wan_solver.timesteps
-            self.set_begin_index(0)
+            self.set_begin_index(begin_index)
 
     return Official(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0)
 

@@ -29,7 +29,7 @@ from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
 from wan.tasks.base import make_video_params
 from wan.tasks.image2video import compute_i2v_size
-from wan.tasks.textimage2video import compute_ti2v_size
+from wan.tasks.video2video import compute_ti2v_size
 
 SOLVERS = {"unipc": "unipc", "dpm++": "dpmpp"}
 DIT_CASES = [

@@ -46,7 +46,10 @@ class Jobs:
 
     Attributes:
         folder: The folder of --journal.
+        num_unread_parts: Parts of the last request's body that the service has not read.
     """
+
+    num_unread_parts = 0
 
     def __init__(
         self,
@@ -87,10 +90,12 @@ class Jobs:
         """Returns status, headers and content.
 
         Args:
+            body: JSON, bytes, or a tuple of bytes that are received one after the other.
             disconnected: Set when the client disconnects.
             client: Address of the client.
         """
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        parts = body if isinstance(body, tuple) else (body,)
+        contents = [x if isinstance(x, bytes) else json.dumps(x).encode() for x in parts]
         request_headers = {"host": "localhost", "content-type": "application/json"} | {
             name.lower().replace("_", "-"): value for name, value in headers.items()
         }
@@ -108,7 +113,11 @@ class Jobs:
             "http_version": "1.1",
         }
         messages: list[Message] = []
-        requests = iter([{"type": "http.request", "body": b"" if body is None else content}])
+        left = range(len(parts) - 1, -1, -1)
+        requests = iter(
+            {"type": "http.request", "body": b"" if body is None else x, "more_body": n > 0}
+            for x, n in zip(contents, left, strict=True)
+        )
 
         async def receive() -> Message:
             message = next(requests, None)
@@ -121,6 +130,7 @@ class Jobs:
             messages.append(message)
 
         await self.app(scope, receive, send)
+        self.num_unread_parts = sum(1 for _ in requests)
         start, *parts = messages
         response_headers = {name.decode(): value.decode() for name, value in start["headers"]}
         answer = b"".join(part.get("body", b"") for part in parts)
@@ -172,3 +182,15 @@ class Jobs:
         """Returns the files of the service that hold a text."""
         paths = [path for path in self.folder.rglob("*") if path.is_file()]
         return [path.name for path in paths if text.encode() in path.read_bytes()]
+
+
+async def begin_request(jobs: Jobs, path: str, **headers: str) -> tuple[str, asyncio.Event, Any]:
+    """Requests a video; returns its id, the event that disconnects the client, and the task."""
+    disconnected = asyncio.Event()
+    task = asyncio.create_task(
+        jobs.request(path, {"prompt": PROMPT}, disconnected=disconnected, **headers)
+    )
+    while not (waiting := jobs.service.journal.list_in_state("queued")):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    return waiting[-1].id, disconnected, task

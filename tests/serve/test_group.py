@@ -11,7 +11,7 @@ import stat
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +124,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def wait_until(whether: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
+async def wait_until(whether: Callable[[], object], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
     while not whether():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
@@ -136,6 +136,47 @@ async def wait_for_end(jobs: Jobs, name: str) -> tuple[str, str | None, int]:
     await wait_until(lambda: jobs.get_state(name) in ("completed", "failed"))
     video = (await jobs.request(f"/v1/videos/{name}"))[2]
     return video["status"], (video["error"] or {"code": None})["code"], video["attempt"]
+
+
+async def test_ranks_that_have_not_called_yet_are_ended(tmp_path: Path) -> None:
+    """Also in a session of their own, as torchrun starts them."""
+    ranks = group.RankGroup({}, 1, tmp_path, lambda _: None)
+    script = "setsid sleep 1000 > /dev/null & echo $!; wait"
+    process = await asyncio.create_subprocess_exec(
+        *("sh", "-c", script), stdout=asyncio.subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    pid = int(await process.stdout.readline())
+    await wait_until(lambda: os.getsid(pid) == pid)
+    ranks._send_signal(process, signal.SIGTERM)
+    await process.wait()
+    try:
+        await wait_until(lambda: not is_alive(pid), 2)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_rank_of_an_earlier_group_is_not_heard(tmp_path: Path) -> None:
+    heard: list[dict[str, Any]] = []
+    ranks = group.RankGroup({}, 1, tmp_path, heard.append)
+    server = await asyncio.start_server(ranks._handle_connection, "127.0.0.1", 0)
+    links = []
+    async with server:
+        for number in (1, 2):
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            links.append((reader, writer))
+            hello = {"is": "hello", "secret": ranks._secret, "rank": 0, "node": 1, "pid": number}
+            for message in (hello, {"is": "ready"}):
+                writer.write(json.dumps(message).encode() + b"\n")
+            await wait_until(lambda number=number: len(heard) == number)
+        step = {"is": "step", "job": "a", "done": 1, "total": 2, "follows": True}
+        for reader, writer in links:
+            writer.write(json.dumps(step).encode() + b"\n")
+            writer.write_eof()
+            await reader.read()
+            writer.close()
+    assert [message["is"] for message in heard] == ["ready", "ready", "step"]
 
 
 async def make_and_cancel(jobs: Jobs) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.refusals import check_refusals
-from tests.serve.jobs import PROMPT, Jobs
+from tests.serve.jobs import PROMPT, Jobs, begin_request
 from wan.serve import __main__ as command
 from wan.serve import fields, waiters
 from wan.serve.folders import remove_job_files
@@ -95,18 +95,6 @@ async def test_a_key(route: Any, jobs: Jobs) -> None:
 # Clients of the synchronous routes that disconnect.
 
 
-async def begin_request(jobs: Jobs, path: str, **headers: str) -> tuple[str, asyncio.Event, Any]:
-    """Requests a video; returns its id, the event that disconnects the client, and the task."""
-    disconnected = asyncio.Event()
-    task = asyncio.create_task(
-        jobs.request(path, {"prompt": PROMPT}, disconnected=disconnected, **headers)
-    )
-    while not (waiting := jobs.service.journal.list_in_state("queued")):
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)
-    return waiting[-1].id, disconnected, task
-
-
 async def disconnect(jobs: Jobs, disconnected: asyncio.Event, task: Any) -> None:
     disconnected.set()
     jobs.service._signal_change()
@@ -159,6 +147,22 @@ async def test_a_client_that_reconnects_with_its_key(
     await disconnect(jobs, third, third_task)
     await asyncio.sleep(0.3)
     assert jobs.get_state(name) == "deleted"
+
+
+@pytest.mark.parametrize(("grace", "abandoned"), [(60.0, []), (0.0, ["a"])])
+async def test_each_disconnect_has_its_own_grace(
+    grace: float, abandoned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, names = ServiceJob("a", {}, key="k"), list[str]()
+    clients = waiters.Waiters(names.append)
+    connections = [clients.wait(job, is_existing) for is_existing in (False, True)]
+    notes = [connection.__enter__() for connection in connections]
+    for seconds, note_disconnect, connection in zip((0.0, grace), notes, connections, strict=True):
+        monkeypatch.setattr(waiters, "REJOIN", seconds)
+        note_disconnect()
+        connection.__exit__(None, None, None)
+    await asyncio.sleep(0.01)
+    assert names == abandoned
 
 
 async def test_who_waits_gets_the_video_until_the_service_stops(jobs: Jobs) -> None:
@@ -217,10 +221,12 @@ async def test_nothing_of_a_deleted_job_is_left_at_once(jobs: Jobs) -> None:
 @pytest.mark.parametrize("limits", [Limits(keep_days=1), Limits(quota=0)], ids=["days", "quota"])
 async def test_nothing_of_an_expired_job_is_left(limits: Limits, tmp_path: Path) -> None:
     jobs = Jobs(tmp_path / "jobs", limits)
-    name = await jobs.create({"prompt": "zq private zq"})
+    name, newer = await jobs.create({"prompt": "zq private zq"}), await jobs.create()
+    jobs.complete(newer, ended=time.time() - 0.9 * 86400)
     jobs.complete(name, ended=time.time() - 2 * 86400)
     await run_cleanup(jobs, lambda: not jobs.find_files_with("zq private zq"))
     assert jobs.get_state(name) == "deleted"
+    assert jobs.get_state(newer) == ("completed" if limits.quota is None else "deleted")
 
 
 async def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:
@@ -378,114 +384,6 @@ async def test_guidance_of_each_expert(jobs: Jobs) -> None:
         body = {"prompt": PROMPT, "guidance_low": 3, other: 4}
         status, _, answer = await jobs.request("/v1/videos", body)
         assert status == 400 and answer["error"]["param"] == "guidance_low", answer
-
-
-# Lists, estimates, HTTP.
-
-
-async def test_a_page_goes_on_after_a_video_also_after_a_deleted_one(jobs: Jobs) -> None:
-    ids = [await jobs.create() for _ in range(3)]
-    page = (await jobs.request(f"/v1/videos?after={ids[0]}&order=asc"))[2]
-    assert [video["id"] for video in page["data"]] == ids[1:]
-    await jobs.request(f"/v1/videos/{ids[1]}", method="DELETE")
-    for order, expected in (("desc", ids[0]), ("asc", ids[2])):
-        page = (await jobs.request(f"/v1/videos?after={ids[1]}&order={order}"))[2]
-        assert [video["id"] for video in page["data"]] == [expected]
-    assert (await jobs.request("/v1/videos?after=video_none"))[0] == 404
-
-
-async def test_an_estimate_has_a_constant_part(jobs: Jobs) -> None:
-    for steps, seconds in ((1, 12.0), (2, 14.0), (4, 18.0)):
-        name = await jobs.create({"num_inference_steps": steps})
-        jobs.complete(name, seconds)
-    long = jobs.service.find_job(await jobs.create({"num_inference_steps": 40}))
-    assert jobs.service.estimate_seconds(long) == pytest.approx(90)
-    last = jobs.service.find_job(await jobs.create())
-    assert jobs.service.estimate_wait(last) == pytest.approx(90)
-    jobs.service.delete(long)
-    assert jobs.service.estimate_wait(last) == pytest.approx(0)
-
-
-async def test_a_poll_does_not_wait_for_the_disk(jobs: Jobs) -> None:
-    names = [await jobs.create() for _ in range(5)]
-    jobs.complete(names[0])
-    with closing(sqlite3.connect(jobs.folder / "journal.sqlite")) as other:
-        other.execute("BEGIN IMMEDIATE")
-        began = time.monotonic()
-        for path in ("/health", "/metrics", "/v1/videos", *map("/v1/videos/{}".format, names)):
-            await jobs.request(path)
-        assert time.monotonic() - began < 0.5
-        assert jobs.get_state(names[0]) == "completed"
-
-
-async def test_headers_that_http_requires(tmp_path: Path) -> None:
-    jobs = Jobs(tmp_path / "jobs", Limits(), "0123456789abcdef")
-    bearer: dict[str, Any] = {"Authorization": "bearer 0123456789abcdef"}
-    name = await jobs.create(**bearer)
-    video_route = f"/v1/videos/{name}"
-    for path, methods in (("/v1/videos", "GET, HEAD, POST"), (video_route, "DELETE, GET, HEAD")):
-        status, headers, _ = await jobs.request(path, method="PUT", **bearer)
-        assert (status, headers["allow"]) == (405, methods)
-    extra_headers: tuple[dict[str, Any], ...] = ({"Range": "items=0-1"}, {"If_None_Match": '"x"'})
-    for wrong in (None, "Basic 0123456789abcdef", "bearer", "bearer 0123456789abcdeg"):
-        auth_header: dict[str, Any] = {} if wrong is None else {"Authorization": wrong}
-        status, headers, _ = await jobs.request("/v1/models", **auth_header)
-        assert (status, headers["www-authenticate"]) == (401, "Bearer")
-    jobs.complete(name)
-    status, headers, content = await jobs.request(f"{video_route}/content", **bearer)
-    assert (status, content) == (200, b"video")
-    for tags in (headers["etag"], f'"x", W/{headers["etag"]}', "*"):
-        status, _, content = await jobs.request(
-            f"{video_route}/content", If_None_Match=tags, **bearer
-        )
-        assert (status, content) == (304, b"")
-    for extra in extra_headers:
-        assert (await jobs.request(f"{video_route}/content", **extra, **bearer))[2] == b"video"
-
-
-async def test_ranges_of_a_video(jobs: Jobs) -> None:
-    """RFC 9110, 14.2: invalid ranges, and ranges of other methods than GET, are ignored."""
-    name = await jobs.create()
-    jobs.complete(name)
-    path = f"/v1/videos/{name}/content"
-    expected = {
-        "bytes=0-1": (206, b"vi"),
-        "Bytes=-2": (206, b"eo"),
-        "bytes=1-": (206, b"ideo"),
-        "bytes=0-0,9-": (206, b"v"),
-        **dict.fromkeys(
-            ("bytes", "bytes=", "bytes=a-b", "bytes=3-1", "items=0-1"), (200, b"video")
-        ),
-        **dict.fromkeys(("bytes=--1", f"bytes={'9' * 5000}-", "bytes=0"), (200, b"video")),
-    }
-    answers = {}
-    for value in expected:
-        status, _, content = await jobs.request(path, Range=value)
-        answers[value] = status, content
-    assert answers == expected
-    status, headers, answer = await jobs.request(path, Range="bytes=9-,5-6")
-    assert (status, headers["content-range"]) == (416, "bytes */5")
-    assert answer["error"]["code"] == "range_not_satisfiable"
-    status, headers, _ = await jobs.request(path, method="HEAD", Range="bytes=0-1")
-    assert (status, headers["content-length"]) == (200, "5")
-    name, _, task = await begin_request(jobs, "/v1/videos/sync", Range="bytes=0-1")
-    jobs.complete(name)
-    status, _, content = await task
-    assert (status, content) == (200, b"video")
-
-
-async def test_a_large_data_url_in_a_form(tmp_path: Path) -> None:
-    url = f"data:image/png;base64,{base64.b64encode(bytes(2_000_000)).decode()}"
-    part = '--edge\r\nContent-Disposition: form-data; name="{}"\r\n\r\n{}\r\n'
-    form = part.format("prompt", PROMPT) + part.format("input_reference", url) + "--edge--\r\n"
-    jobs = Jobs(tmp_path / "jobs")
-    kind = "multipart/form-data; boundary=edge"
-    status, _, answer = await jobs.request("/v1/videos", form.encode(), Content_Type=kind)
-    assert status == 400 and "input_reference has no effect" in answer["error"]["message"], (
-        answer
-    )  # read, then refused
-    as_json = {"prompt": PROMPT, "input_reference": url}
-    assert (await jobs.request("/v1/videos", json.loads(json.dumps(as_json))))[2] == answer
 
 
 # Fields of videos, and metrics.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from wan.serve import rpc
 from wan.serve.monitor import FACTOR, FLOOR, SILENCE, STARTING, GroupMonitor
 
@@ -106,6 +108,16 @@ def test_a_cancelled_job_ends_soon_in_any_stage() -> None:
     group.start("a", "b")  # they share loads, and b is wanted
     group.monitor.cancel("a")
     assert group.pass_time(FLOOR + 30) is None
+
+
+@pytest.mark.parametrize("end", ["done", "failed"])
+def test_ranks_wait_as_long_as_they_like_for_the_next_job(end: str) -> None:
+    group = Group()
+    group.start("a", "b")
+    group.step()
+    for job, reason in (("a", "no progress"), ("b", "None")):
+        group.monitor.receive(0, {"is": end, "job": job}, group.now)
+        assert reason in str(group.pass_time(TIMEOUT + 10))
 
 
 def test_a_start_that_gives_no_sign() -> None:

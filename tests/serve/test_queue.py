@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from base64 import b64encode
@@ -85,6 +86,14 @@ async def test_an_estimate_of_other_work(jobs: Jobs) -> None:
     assert jobs.service.estimate_seconds(longer) == pytest.approx(4 * (20 / 1 + 10 / 2) / 2)
 
 
+async def test_an_estimate_of_more_clips(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", "i2v-A14B"])
+    image = {"input_reference": make_data_url(make_picture(1))}
+    one, three = [await jobs.create({**image, "prompt": ["a"] * count}) for count in (1, 3)]
+    jobs.complete(one, 10.0)
+    assert jobs.service.estimate_seconds(jobs.service.find_job(three)) == pytest.approx(30)
+
+
 async def test_four_later_jobs_of_the_last_shape_may_pass_one(jobs: Jobs) -> None:
     first = await jobs.create()
     ranks = jobs.start_idle_ranks()
@@ -118,6 +127,14 @@ async def test_as_many_jobs_wait_as_the_limit_says(tmp_path: Path) -> None:
     jobs.start_idle_ranks()
     await jobs.create()
     assert (await jobs.request("/v1/videos", body))[0] == 429
+
+
+async def test_requests_at_once_do_not_exceed_the_limit(tmp_path: Path) -> None:
+    """There is room for both when they come, and no more when their files are checked."""
+    jobs = Jobs(tmp_path / "jobs", Limits(queue=1))
+    bodies = [{"prompt": PROMPT, "seed": seed} for seed in (1, 2)]
+    answers = await asyncio.gather(*(jobs.request("/v1/videos", body) for body in bodies))
+    assert sorted(status for status, _, _ in answers) == [200, 429]
 
 
 LIMITS: list[tuple[Limits, dict[str, Any], bool]] = [

@@ -105,6 +105,14 @@ def _sources(folder: Path) -> Inputs:
     }
 
 
+def _source(folder: Path) -> Inputs:
+    return {"--src_video": write_moving_box(folder / "video.mp4")}
+
+
+def _source_and_image(folder: Path) -> Inputs:
+    return {**_image(folder), **_source(folder)}
+
+
 def _sound(folder: Path) -> Inputs:
     return {**_image(folder), "--audio": make_sound.write_wav(folder / "voice.wav", 1.3)}
 
@@ -183,6 +191,41 @@ TASKS: dict[str, Task] = {
         ),
         body={"size": "64x48", "num_frames": 5},
         compared=(("--src_video", ""), ("--src_mask", ""), ("--src_ref_images", "")),
+    ),
+    "video to video": Task(
+        checkpoint="t2v-A14B",
+        flags=["--size", "64*32", "--frame_num", "5", "--strength", "0.5"],
+        inputs=_source,
+        shape=(5, 32, 64),
+        python=wan.WanT2V,
+        call=lambda model, given: model.generate(
+            PROMPT,
+            size=(64, 32),
+            frame_num=5,
+            src_video=str(given["--src_video"]),
+            strength=0.5,
+            **CALL,
+        ),
+        body={"size": "64x32", "num_frames": 5, "strength": 0.5},
+        compared=(("--src_video", ""),),
+    ),
+    "image and video": Task(
+        checkpoint="ti2v-5B",
+        flags=["--size", "64*32", "--frame_num", "5", "--strength", "0.5"],
+        inputs=_source_and_image,
+        shape=(5, 32, 64),
+        python=wan.WanTI2V,
+        call=lambda model, given: model.generate(
+            PROMPT,
+            Image.open(given["--image"]),
+            max_area=64 * 32,
+            frame_num=5,
+            src_video=str(given["--src_video"]),
+            strength=0.5,
+            **CALL,
+        ),
+        body={"size": "64x32", "num_frames": 5, "strength": 0.5},
+        compared=(("--image", ""), ("--src_video", "")),
     ),
     "s2v": Task(
         checkpoint="s2v-14B",

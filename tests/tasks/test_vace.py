@@ -139,7 +139,7 @@ BAD: dict[str, list[str]] = {
     "image": ["--image", "a.png"],
 }
 VACE_FLAGS = {
-    "a video": VIDEO,
+    "a mask": [*VIDEO, "--src_mask", "v.mp4"],
     "pictures": ["--src_ref_images", "a.png"],
     "a scale": ["--conditioning_scale", "2"],
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ from wan.settings.presets import PRESETS
 from wan.tasks import speech2video
 from wan.tasks.animate import AnimateInputs, letterbox_image, make_ping_pong_indices
 from wan.tasks.animate import count_overlapping_clips as count_clips
-from wan.tasks.base import make_video_params
+from wan.tasks.base import Clip, Inputs, VideoParams, make_video_params
 from wan.tasks.speech2video import PoseVideo
 from wan.utils.log import StageTimer
 
@@ -106,6 +108,25 @@ def assert_same(actual: Tensor, expected: Tensor, message: str = "") -> None:
     assert (actual - expected).abs().max() <= 1e-5, message
 
 
+def assert_resumes(
+    whole: FakePipeline, clips: Sequence[Clip], params: VideoParams, inputs: Inputs
+) -> None:
+    """After a kill behind the first clip, the others are those of a video without one."""
+    pipeline: Any = FakePipeline()
+    pipeline.decoded = whole.decoded[:1]
+    state = None if clips[0].state is None else clips[0].state.clone()
+    resumed = replace(inputs, num_clips_done=1, clip_state=state)
+    for clip, expected in zip(generate_clips(pipeline, params, resumed), clips[1:], strict=True):
+        assert_same(clip.frames, expected.frames)
+    for (_, call), (_, expected_call) in zip(pipeline.calls, whole.calls[4:], strict=True):
+        for name, value in expected_call.items():
+            values, expected_values = (
+                [x] if isinstance(x, Tensor) else x for x in (call[name], value)
+            )
+            if isinstance(value, Tensor | list):
+                assert all(map(torch.equal, values, expected_values)), name
+
+
 def picture(width: int, height: int) -> Image.Image:
     pixels = np.random.default_rng(1).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
@@ -134,11 +155,8 @@ def test_clips_that_follow_a_sound(from_picture: bool, posed: bool) -> None:
     rows = torch.randn(1, 25, 6, 24)
     pose = SimpleNamespace(iter_poses=lambda: iter(poses)) if posed else None
     pipeline: Any = FakePipeline()
-    all_clips = list(
-        generate_clips(
-            pipeline, request, speech2video.SpeechInputs(image=image, audio=rows, pose=pose)
-        )
-    )  # type: ignore[arg-type]
+    inputs: Any = speech2video.SpeechInputs(image=image, audio=rows, pose=pose)  # type: ignore[arg-type]
+    all_clips = list(generate_clips(pipeline, request, inputs))
     assert len(all_clips) == 3 and len(pipeline.calls) == 3 * 2 * 2
     reference, history = encode_by_averages(levels(image)[:, None]), torch.zeros(3, 73, 64, 128)
     if from_picture:
@@ -171,6 +189,7 @@ def test_clips_that_follow_a_sound(from_picture: bool, posed: bool) -> None:
         new = frames[:, -5 if alone else -8 :]
         assert clip.frames is not None and torch.equal(clip.frames, new)
         history = torch.cat((history, new), dim=1)[:, -73:]
+    assert_resumes(pipeline, all_clips, request, inputs)
 
 
 @pytest.mark.parametrize(("replaces", "overlap"), [(False, 1), (True, 1), (False, 5), (True, 5)])
@@ -230,6 +249,21 @@ def test_clips_of_a_character(replaces: bool, overlap: int) -> None:
         last = 23 - start - overlap if index + 1 == count else 13
         assert clip.frames is not None and torch.equal(clip.frames, frames[:, :last])
     assert sum(clip.frames.shape[1] for clip in all_clips) == 23
+    assert_resumes(pipeline, all_clips, request, animate_inputs)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_all_ranks_decode_again_what_the_main_rank_could_not(failed: bool) -> None:
+    """A rank that decodes nothing in the background hears of the failure, and takes part."""
+    values = {**SAMPLING, "chain": "latent", "num_clip": 2, "frame_num": 5, "max_area": 64 * 48}
+    request = make_video_params(PRESETS["i2v-A14B"], values, (64, 48))
+    pipeline: Any = FakePipeline()
+    pipeline.is_main, pipeline.overlap_decoding = False, True
+    pipeline.work_sharing = WorkSharing(run_on_rank0=lambda _: torch.tensor([float(failed)]))
+    first, last = generate_clips(pipeline, request, Inputs(image=picture(64, 48)))
+    decoded = [latents for latents, _ in pipeline.decoded]
+    expected = [first.latents, last.latents] if failed else [last.latents]
+    assert len(decoded) == len(expected) and all(map(torch.equal, decoded, expected))
 
 
 def test_frames_past_the_end_of_a_video() -> None:
@@ -240,6 +274,13 @@ def test_frames_past_the_end_of_a_video() -> None:
     assert make_ping_pong_indices(2, 3, 1) == [0, 0, 0]
     table = {(9, 9, 1): 1, (10, 9, 1): 2, (17, 9, 1): 2, (18, 9, 1): 3, (13, 9, 5): 2, (3, 9, 1): 1}
     assert {arguments: count_clips(*arguments) for arguments in table} == table
+
+
+def test_as_many_clips_as_the_sound_fills_and_one_more() -> None:
+    """The official rule: a sound of whole clips, here of 150 features, has another clip, too."""
+    table = {1: 1, 149: 1, 150: 2, 151: 2, 299: 2, 300: 3}
+    sounds: Any = {count: SimpleNamespace(num_features=count) for count in table}
+    assert {count: speech2video.count_clips(sounds[count], 80) for count in table} == table
 
 
 def letterbox_by_pixel(source: np.ndarray, size: tuple[int, int]) -> np.ndarray:

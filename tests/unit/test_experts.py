@@ -25,7 +25,7 @@ from wan.pipeline.batch import Batch, Job
 from wan.pipeline.denoise import DenoisingLoop
 from wan.pipeline.pipeline import Experts, LazyModule
 from wan.settings.errors import InputError
-from wan.settings.noise_schedule import make_noise_schedule
+from wan.settings.noise_schedule import count_noise_samples, make_noise_schedule
 from wan.settings.presets import PRESETS
 from wan.settings.solvers import SOLVERS
 from wan.tasks.base import (
@@ -106,6 +106,21 @@ def test_a_paused_video_leaves_its_device() -> None:
         ), solver
 
 
+def test_noise_is_drawn_as_often_as_counted() -> None:
+    """Animate's later clips, of one generator, begin after these draws of the earlier ones."""
+    for solver, ode in (*((name, False) for name in SOLVERS), ("rcm", True)):
+        steps = {"sample_steps": 4, "boundary_step": 3} if solver == "rcm" else {}
+        params, inputs = make_six_steps(sample_solver=solver, ode=ode, **steps)
+        draws = [inputs.initial_latents]
+
+        def sample_noise(draws=draws) -> torch.Tensor:
+            draws.append(draws[0])
+            return draws[0]
+
+        DenoisingLoop(params, replace(inputs, sample_noise=sample_noise)).advance(Recorder())
+        assert count_noise_samples(params) == len(draws), solver
+
+
 def test_a_video_goes_on_where_its_network_is() -> None:
     """All inputs of both branches return from the host to the device."""
     meta = torch.device("meta")
@@ -136,13 +151,20 @@ def test_a_video_goes_on_where_its_network_is() -> None:
 
 
 def test_grouped_videos_keep_only_latents() -> None:
-    """All denoising state is freed before the first decoding; each expert loads once."""
+    """All denoising state is freed before the first decoding; each expert loads once.
+
+    The seconds of a video are those of both parts.
+    """
     source, loops = Recorder(), list[weakref.ref[DenoisingLoop]]()
 
     def prepare_loop(*_: object) -> DenoisingLoop:
         video = DenoisingLoop(*make_six_steps(base_seed=len(loops)))
         loops.append(weakref.ref(video))
         return video
+
+    def denoise(video: DenoisingLoop, num_experts: int) -> torch.Tensor:
+        time.sleep(0.01)
+        return video.advance(source, num_experts=num_experts)
 
     cpu_device = SimpleNamespace(torch_device=torch.device("cpu"), empty_cache=lambda: None)
     pipeline: Any = SimpleNamespace(
@@ -151,7 +173,7 @@ def test_grouped_videos_keep_only_latents() -> None:
         device=cpu_device,
         experts=source,
         prepare_denoising=prepare_loop,
-        denoise=lambda video, num_experts: video.advance(source, num_experts=num_experts),
+        denoise=denoise,
         cache_prompt_embeds=lambda *_: None,
         set_offload=lambda _: None,
         release=lambda _: None,
@@ -169,6 +191,7 @@ def test_grouped_videos_keep_only_latents() -> None:
         )
     assert list(dict.fromkeys(source.calls)) == ["high_noise", "low_noise"]
     assert source.calls == sorted(source.calls), "no expert comes back"
+    assert min(job.seconds for job in jobs) >= 0.02
 
 
 class Network(torch.nn.Module):

@@ -28,7 +28,7 @@ from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
 from wan.settings.solvers import SOLVERS
-from wan.tasks.base import VideoParams, make_noise_sampler, make_video_params
+from wan.tasks.base import VideoParams, make_base_inputs, make_noise_sampler, make_video_params
 
 
 def plan_run(arguments: str) -> Run:
@@ -57,6 +57,17 @@ def test_euler_levels() -> None:
         np.testing.assert_allclose(plan.timesteps, [1000 * s for s in expected], atol=1e-12)
         high = sum(1000 * s >= 875 for s in expected)
         assert plan.high_noise_steps == high and plan.experts[0] == "high_noise"
+
+
+def test_the_first_latents_are_noise_of_the_first_level() -> None:
+    """The share of noise of the official solvers and of Euler's is taken for 1."""
+    text = torch.zeros(1, 4)
+    for solver, level in (("rcm", 0.9877), ("euler", 1), ("unipc", 1)):
+        params = request(sample_solver=solver, sample_steps=4, base_seed=1)
+        generator = torch.Generator().manual_seed(1)
+        noise = torch.randn(params.latent_shape, generator=generator)
+        latents = make_base_inputs(params, (text, text), torch.device("cpu")).initial_latents
+        torch.testing.assert_close(latents, level * noise, rtol=1e-4, atol=0)
 
 
 def test_rcm_levels() -> None:

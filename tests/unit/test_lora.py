@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from itertools import product
@@ -459,6 +460,16 @@ BAD: dict[str, dict[str, Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("alpha", [3, 1.5])
+def test_alphas_that_are_python_numbers(alpha: float, tiny: Any, tmp_path: Path) -> None:
+    """In PyTorch files, against the same alpha as a tensor."""
+    merged = []
+    for value in (alpha, torch.tensor(float(alpha))):
+        torch.save(PAIR | {f"{Q}.alpha": value}, tmp_path / "x.pt")
+        merged.append(read_merged_weights(tmp_path / "x.pt", tiny("t2v-1.3B")))
+    assert torch.equal(*(weights[f"{Q}.weight"] for weights in merged))
+
+
 def test_bad_files(tiny: Any, tmp_path: Path) -> None:
     """Also files with an invalid alpha in PEFT's metadata, and shards."""
     path, messages = tmp_path / "x.safetensors", {}
@@ -466,6 +477,13 @@ def test_bad_files(tiny: Any, tmp_path: Path) -> None:
         save_file({name: value.clone() for name, value in tensors.items()}, path)
         messages[case] = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
         assert str(path) in messages[case], case
+    path = tmp_path / "x.pt"
+    for alpha in (True, 10**400, "2", None, math.inf):
+        torch.save(PAIR | {f"{Q}.alpha": alpha}, path)
+        messages[f"alpha {alpha!s:.3} in a PyTorch file"] = get_refusal(
+            read_merged_weights, path, tiny("t2v-1.3B")
+        )
+    path = tmp_path / "x.safetensors"
     for alpha in (True, 10**400, "2", None):
         metadata = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": alpha})}
         save_file(PAIR, path, metadata=metadata)

@@ -139,6 +139,23 @@ def check_merged(sources: Any, expected: dict[str, Tensor], weights: dict[str, T
         assert error <= TOLERANCE * (exact - base).abs().max(), name
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_files_add_up_in_any_order(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
+    """A DoRA's change is that of the checkpoint's weight, whatever other files add to it."""
+    name, files = f"{Q}.weight", list[str]()
+    base = weights[name].double()
+    total = base.clone()
+    for kind in ("LoRA", "DoRA of rows", "DoRA of columns"):
+        files.append(str(tmp_path / f"{kind}.safetensors"))
+        total += save_lycoris(kind, weights, Path(files[-1]), (Q,), "lycoris_")[name] - base
+    checkpoint = inspect_checkpoint(tiny("t2v-1.3B"))
+    tensors = checkpoint.experts["dit"].tensors
+    for order in (files, files[::-1]):
+        adapters = lora.resolve_loras({"lora": tuple(order)}, checkpoint)["dit"]
+        merged = merge_loras(open_sources(tensors), adapters)[name]
+        check_merged({name: merged}, {name: total}, weights)
+
+
 @pytest.mark.parametrize("kind", LYCORIS)
 @pytest.mark.filterwarnings("ignore")
 def test_lycoris(kind: str, weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
@@ -215,7 +232,10 @@ def make_network(weights: dict[str, Tensor]) -> nn.Module:
 PEFT: dict[str, dict[str, Any]] = {
     "LoRA": {},
     "rsLoRA": {"use_rslora": True, "alpha_pattern": {"q": 2}},
-    "patterns": {"alpha_pattern": {"ffn.0": 5, "^blocks.1.*o": 2}, "rank_pattern": {"q": 1}},
+    "patterns": {
+        "alpha_pattern": {".n.0": 9, "ffn.0": 5, "^blocks.1.*o": 2},
+        "rank_pattern": {"q": 1},
+    },
     "DoRA": {"use_dora": True},
     "DoRA of patterns": {"use_dora": True, "alpha_pattern": {"q": 9}},
     "biases": {"bias": "all"},

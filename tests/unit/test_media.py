@@ -16,6 +16,7 @@ from imageio_ffmpeg import get_ffmpeg_exe
 from tests.conftest import slow
 from tools import contact_sheet, make_character, make_sound
 from wan.media import audio, video_reader, video_writer
+from wan.media.video_reader import VideoFile
 from wan.settings.command import Output
 from wan.settings.errors import FileChangedError, InputError
 from wan.tasks import animate, speech2video, vace
@@ -129,6 +130,15 @@ def test_a_mask_of_a_constant_rate_fits_a_variable_video(tmp_path: Path) -> None
     source = vace.read_vace_files(path, mask, ())
     mask_seconds = seconds_shown(source.mask_reader(range(source.num_frames)))
     assert np.abs(mask_seconds - np.arange(source.num_frames) / source.fps).max() < 0.1
+
+
+def test_a_short_video_beside_another_ends_with_its_last_frame() -> None:
+    """At 10 frames a second one missing frame is made up, and three are not."""
+    times = [0.0, 0.1, 0.25, 0.3, 0.4]
+    video = VideoFile(Path("v"), (8, 8), 10.0, times, range(5), is_variable=True)
+    for count, indices in ((5, [0, 1, 2, 3, 4]), (4, [0, 1, 2, 3, 3]), (2, [0, 1])):
+        mask = VideoFile(Path("m"), (8, 8), 10.0, [0.1 * n for n in range(count)], range(count))
+        assert [*mask.synchronize(video).indices] == indices, count
 
 
 def test_a_video_that_lost_frames_since_it_was_checked(tmp_path: Path) -> None:

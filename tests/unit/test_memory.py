@@ -248,6 +248,8 @@ def test_stage_memory_outside_the_weights() -> None:
     tokens, layer_bytes = 3 * 12 * 20, 2 * 2 * 512 * 5120 * 2  # of a layer: branches, and K and V
     assert plain["denoising"]["text K/V"] == 40 * layer_bytes
     assert vace["denoising"]["text K/V"] == (40 + 8) * layer_bytes
+    split = estimate_stages("--task", "t2v-A14B", "--frame_num", 9, "--cfg_size", 2)
+    assert split["denoising"]["text K/V"] == 40 * layer_bytes // 2, "of the branch of a rank"
     stream = vace["denoising"]["activations"] - plain["denoising"]["activations"]
     assert stream == tokens * 5120 * 4, "the control has a residual stream of its own"
     both = estimate_stages("--task", "t2v-A14B", "--frame_num", 9, "--offload_model", "false")

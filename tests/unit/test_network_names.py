@@ -23,7 +23,7 @@ from wan.checkpoint.keymaps import (
     rename_t5_to_transformers,
     rename_vae_to_diffusers,
 )
-from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.layout import DitFiles, inspect_checkpoint
 from wan.checkpoint.load import ModelSpec, open_sources
 from wan.checkpoint.network_names import COMPONENTS
 from wan.modules import clip, t5
@@ -51,6 +51,10 @@ def read_values(spec: ModelSpec[Any]) -> Tensors:
     spec.check()
     sources = open_sources(spec.tensors)
     return {name: source.read(slice(None)).clone() for name, source in sources.items()}
+
+
+def read_dit_values(files: DitFiles) -> Tensors:
+    return {name: x.read(slice(None)).clone() for name, x in open_sources(files.tensors).items()}
 
 
 def equal(tensors: Tensors, expected: Tensors) -> bool:
@@ -158,6 +162,38 @@ def test_one_file_of_all_networks(
         assert torch.equal(generate_quick_latents(source, *STEPS, *flags), expected)
 
 
+@pytest.mark.parametrize(
+    ("high", "low"),
+    [
+        ("transformer.", "transformer_2."),
+        ("pipe.dit.", "pipe.dit2."),
+        ("high_noise.", "low_noise."),
+        ("model.high_noise_model.", "model.low_noise_model."),
+        ("HighNoise.transformer.", "LowNoise.transformer."),
+    ],
+)
+def test_two_experts_in_one_file(high: str, low: str, tiny: Any, tmp_path: Path) -> None:
+    """In a folder with nothing else, and given by the flags of both experts."""
+    source, folder = Path(tiny("t2v-A14B")), tmp_path / "all"
+    original = inspect_checkpoint(source)
+    expected = {expert: read_dit_values(dit) for expert, dit in original.experts.items()}
+    tensors = {
+        **add_prefix(expected["low_noise"], low),
+        **add_prefix(expected["high_noise"], high),
+        **add_prefix(load_tensors(source / VAE), "vae."),
+        **add_prefix(load_tensors(source / TEXT), "text_encoder."),
+    }
+    folder.mkdir()
+    shutil.copy(source / "high_noise_model" / "config.json", folder)
+    path = save_tensors(tensors, folder / "all.safetensors")
+    files = NetworkFiles(dit_high_noise=path, dit_low_noise=path)
+    for checkpoint in (inspect_checkpoint(folder), inspect_checkpoint(source, files)):
+        assert checkpoint.config == original.config
+        for expert, values in expected.items():
+            assert equal(read_dit_values(checkpoint.experts[expert]), values)
+    assert inspect_checkpoint(folder).vae == path
+
+
 def test_files_that_hold_another_number_of_networks(
     folder: Path, tiny: Any, tmp_path: Path
 ) -> None:
@@ -173,6 +209,17 @@ def test_files_that_hold_another_number_of_networks(
     for case, tensors in files.items():
         path = save_tensors(tensors, tmp_path / f"{case}.safetensors")
         messages[case] = get_refusal(inspect_checkpoint, folder, NetworkFiles(dit=path))
+    two = tmp_path / "two"
+    two.mkdir()
+    (tmp_path / "two.safetensors").rename(two / "two.safetensors")
+    dense = tuple(preset for preset in PRESETS.values() if "dit" in preset.experts)
+    messages["two for a task of one"] = get_refusal(inspect_checkpoint, two, NetworkFiles(), dense)
+    unnamed = add_prefix(dit, "a.") | add_prefix(dit, "b.")
+    save_tensors(unnamed, two / "two.safetensors")
+    messages["two without names"] = get_refusal(inspect_checkpoint, two)
+    path = save_tensors(add_prefix(dit, ""), tmp_path / "one.safetensors")
+    pair = NetworkFiles(dit_high_noise=path, dit_low_noise=path)
+    messages["one for both"] = get_refusal(inspect_checkpoint, folder, pair)
     vae = load_tensors(folder / VAE)
     path = save_tensors(
         add_prefix(vae, "vae.") | {f"extra.{i}": torch.zeros(1) for i in range(5)},

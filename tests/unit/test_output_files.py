@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -28,6 +29,7 @@ from wan.utils.files import (
     check_folder,
     check_output,
     check_output_folder,
+    has_process_ended,
     is_output,
     make_marked_kind,
     make_process_name,
@@ -163,6 +165,23 @@ def test_a_temporary_name_never_follows_a_link(tmp_path: Path) -> None:
     with write_output(tmp_path / "x", TEXT) as temporary:
         temporary.write_text(OURS)
     assert victim.read_text() == "precious" and (tmp_path / "x").read_text() == OURS
+
+
+def test_threads_check_one_folder_at_once(tmp_path: Path) -> None:
+    """As the service does for requests that come together."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: check_folder(tmp_path, "`save_file`", tmp_path), range(200)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_ends_of_this_machine_are_known() -> None:
+    """Files of a running process, or of a machine that shares the folder, are not removed."""
+    child = subprocess.Popen(["true"])
+    child.wait()
+    host = make_process_name().rpartition("-")[0]
+    ended = {f"{host}-{child.pid}": True, f"{host}-{os.getpid()}": False, f"{host}-1": False}
+    ended |= {f"not_{host}-{child.pid}": False, f"{host}-": False, "film": False}
+    assert {name: has_process_ended(name) for name in ended} == ended
 
 
 def test_an_empty_file_is_filled(tmp_path: Path) -> None:

@@ -188,6 +188,16 @@ def test_a_rotation_needs_a_power_of_two() -> None:
             make(size)
 
 
+def test_a_rotation_has_the_dtype_of_what_it_rotates() -> None:
+    """Also where the same rotations have met another dtype before."""
+    rotations = Rotations(64)
+    for dtype in DTYPES:
+        pair = rotations.get_pair(torch.zeros(1, 1, 1, 64, dtype=dtype), None)
+        for matrix in pair:
+            assert matrix.dtype == dtype
+            assert torch.equal(matrix, make_hadamard_rotation(64, dtype))
+
+
 CUTS = st.tuples(st.integers(0, TILES - 1), st.integers(1, TILES)).map(
     lambda c: (c[0] * 128, min((c[0] + c[1]) * 128, ROWS))
 )

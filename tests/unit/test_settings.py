@@ -27,7 +27,7 @@ from wan.settings.fields import list_options
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
 from wan.tasks.base import make_video_params
 from wan.tasks.image2video import compute_i2v_size
-from wan.tasks.textimage2video import compute_ti2v_size
+from wan.tasks.video2video import compute_ti2v_size
 from wan.utils.env import find_cache_dir, rank, world_size
 
 
@@ -223,6 +223,7 @@ EXTEND, S2V = ("--use_prompt_extend",), ("--task", "s2v-14B")
 VACE = ("--task", "vace-14B")
 ANIMATE, I2V = ("--task", "animate-14B"), ("--task", "i2v-A14B")
 TI2V = ("--task", "ti2v-5B")
+SOURCE = ("--src_video", str(Path(__file__).parents[2] / "examples/control/source.mp4"))
 CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "prompt": ("a dog", "a dog", ()),
     "negative_prompt": ("blur", "blur", ()),
@@ -301,6 +302,8 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "prompt_extend_target_lang": ("en", "en", EXTEND),
     "save_file": ("/tmp/v.mp4", Path("/tmp/v.mp4"), ()),
     "preview": ("2", 2, ()),
+    "strength": ("0.3", 0.3, SOURCE),
+    "refine": ("true", True, SOURCE),
     "fps": ("5", 5.0, ()),
     "save_latents": ("steps", "steps", ()),
     "trace": ("/tmp/trace", Path("/tmp/trace"), ()),

@@ -14,7 +14,7 @@ def test_the_least_recently_used_entry_is_forgotten() -> None:
     cache, always, computed = InputCache[str](2), torch.zeros(1), []
     for name in "abc":
         clip = torch.zeros(1)
-        for tensor, label in ((clip, name), (always, "always")):
+        for tensor, label in ((clip, name), (always, "always")) * 2:  # two steps
             cache.get_or_compute([tensor], lambda label=label: computed.append(label) or label)
     assert computed == ["a", "always", "b", "c"]
 

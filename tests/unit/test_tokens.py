@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from itertools import pairwise, product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
 
-from wan.distributed.ring import RING_TYPES, LseMerger, plan_hops
+from wan.distributed.ring import RING_TYPES, KvBlock, LseMerger, Ring, plan_hops
 from wan.distributed.sequence_shards import ShardedSequence
 from wan.distributed.ulysses import SINGLE_RANK
+from wan.kernels.sdpa import SdpaKernel
 from wan.settings.attention_modes import TokenPlan
 
 CALM = settings(deadline=None)  # the machine may be busy
@@ -95,6 +99,40 @@ def test_a_shard_has_memory_of_its_own(ordered: bool) -> None:
                 "nothing else is held"
             )
             shards[-1] = shard
+
+
+def test_the_order_of_another_grid_is_forgotten() -> None:
+    """A service makes videos of many sizes, and an order has a number for each token."""
+    orders: list[weakref.ref[torch.Tensor]] = []
+
+    def reverse(grid: tuple[int, int, int]) -> torch.Tensor:
+        order = torch.arange(grid[0] - 1, -1, -1)
+        orders.append(weakref.ref(order))
+        return order
+
+    tokens = ShardedSequence(SINGLE_RANK, 1, reverse)
+    for length in (3, 3, 4):
+        sequence = torch.arange(float(length)).view(1, length, 1)
+        assert torch.equal(tokens.shard(sequence, (length, 1, 1)), sequence.flip(1))
+    assert [order() is None for order in orders] == [True, False]
+
+
+class RepeatedBlocks(Ring):
+    """A ring of two ranks with equal keys and values, in one process."""
+
+    def exchange_blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[KvBlock]:
+        yield from ((0, k, v), (1, k, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_ring_returns_the_dtype_of_its_inputs(dtype: torch.dtype) -> None:
+    """Although it merges in float32: results are sent to other ranks. Equal keys change nothing."""
+    x = torch.randn(1, 5, 2, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    (out,) = RepeatedBlocks(SINGLE_RANK).attend(SdpaKernel().with_lse, [x], x, x, (5, 5))
+    heads = x.double().transpose(1, 2)
+    expected = scaled_dot_product_attention(heads, heads, heads).transpose(1, 2)
+    assert out.dtype == dtype
+    assert (out - expected).abs().max() <= {torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
 
 
 @pytest.mark.parametrize("ring_type", RING_TYPES)

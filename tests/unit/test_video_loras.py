@@ -12,20 +12,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.pipelines import build_quick_pipeline, generate_quick_latents
+from tests.conftest import slow
+from tests.pipelines import build_quick_pipeline, generate_quick_latents, resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_lora import Q
 from tests.unit.test_lora_kinds import CONVOLUTION, LINEARS, LYCORIS, save_lycoris
 from tests.unit.test_marks import quantise_state
 from wan.app import flag_parser, resolve
 from wan.app.run import Run
+from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora_folder import find_lora_files
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.weight_only_linear import WeightOnlyLinear
 from wan.modules.lora_branch import LoraBranch, add_lora_branches, set_lora_branches
+from wan.pipeline import memory_estimate
 from wan.pipeline.pipeline import Pipeline
+from wan.planner.measure import Planner
 from wan.settings.errors import InputError
 from wan.settings.values import read_video_loras
+from wan.utils.torch_private import StorageTracker
 
 TASK = ["--task", "t2v-1.3B"]
 ARGUMENTS = ["--sample_steps", "2", "--precision", "fp32", "--sample_guide_scale", "3"]
@@ -43,15 +49,17 @@ def weights(tiny: Any) -> dict[str, Tensor]:
     return load_file(tiny("t2v-1.3B") / "diffusion_pytorch_model.safetensors")
 
 
-def save_pairs(path: Path, weights: Mapping[str, Tensor], layers: Any, seed: int = 0) -> Path:
-    """Saves a LoRA of rank 2 with differences of the biases."""
+def save_pairs(
+    path: Path, weights: Mapping[str, Tensor], layers: Any, seed: int = 0, rank: int = 2
+) -> Path:
+    """Saves a LoRA with differences of the biases."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for layer in layers:
         weight = weights[f"{layer}.weight"]
-        down = torch.randn(2, weight[0].numel(), generator=generator) / 20
-        tensors[f"{layer}.lora_down.weight"] = down.view(2, *weight.shape[1:])
-        up = torch.randn(len(weight), 2, generator=generator) / 20
-        tensors[f"{layer}.lora_up.weight"] = up.view(len(weight), 2, *[1] * (weight.dim() - 2))
+        down = torch.randn(rank, weight[0].numel(), generator=generator) / 20
+        tensors[f"{layer}.lora_down.weight"] = down.view(rank, *weight.shape[1:])
+        up = torch.randn(len(weight), rank, generator=generator) / 20
+        tensors[f"{layer}.lora_up.weight"] = up.view(len(weight), rank, *[1] * (weight.dim() - 2))
         tensors[f"{layer}.diff_b"] = torch.randn(len(weight), generator=generator) / 20
     save_file(tensors, path)
     return path
@@ -221,6 +229,63 @@ def test_the_cache_keeps_the_last_ones_within_its_bytes(
     loader.max_bytes = 0
     loader.read_all(resolve_with_loras(run, "b").inputs.loras)
     assert loader.cached_bytes == 0
+
+
+def compute_denoising_bytes(run: Run) -> tuple[int, int]:
+    """Returns the estimate before torch and the plan of a run."""
+    setup, params = run.setup, run.params
+    sizes = memory_estimate.estimate_network_sizes(setup, params)
+    estimated = memory_estimate.compute_stage_memory(setup, params, sizes)["denoising"].total()
+    return estimated, Planner(setup, params).compute_stage_memory()["denoising"].total()
+
+
+@pytest.mark.parametrize(
+    ("rank", "task", "flags"),
+    [
+        (1000, "t2v-1.3B", ("--frame_num", "37")),  # the products need more than the layers
+        slow(80, "t2v-A14B", ("--offload_model", "true", "--sample_steps", "4")),
+        slow(80, "t2v-1.3B", ("--precision", "bf16", "--frame_num", "29")),
+        slow(0, "t2v-1.3B", ("--offload_model", "block")),
+    ],
+)
+def test_a_run_takes_no_more_than_planned(
+    rank: int, task: str, flags: tuple[str, ...], tiny: Any, tmp_path: Path, one_thread: None
+) -> None:
+    """Live bytes with large LoRAs (0: LoKr), and what the LoRAs add to them."""
+    folder, peaks, planned, estimated = tiny(task), list[int](), list[int](), list[int]()
+    values = open_sources(next(iter(inspect_checkpoint(folder).experts.values())).tensors)
+    network = {name: x.read(slice(None)) for name, x in values.items()}
+    if rank:
+        save_pairs(tmp_path / "x.safetensors", network, LINEARS, rank=rank)
+    else:
+        save_lycoris("LoKr", network, tmp_path / "x.safetensors", LINEARS)
+    arguments = ["--task", task, *SINGLE_STEP, "--sample_steps", "2", *flags]
+    for loras in ((), ("--lora_folder", str(tmp_path), "--video_lora", "x")):
+        live = StorageTracker("cpu")
+        with live:
+            run, pipeline = build_quick_pipeline(folder, *arguments, *loras)
+            generate(pipeline, run)
+        peaks.append(live.peak_bytes.total())
+        for sizes, size in zip((estimated, planned), compute_denoising_bytes(run), strict=True):
+            sizes.append(size)
+        del pipeline
+    assert peaks[0] <= planned[0] and peaks[1] <= planned[1]
+    assert estimated[0] <= planned[0] and estimated[0] < estimated[1] <= planned[1]
+    assert 0.9 <= (planned[1] - planned[0]) / (peaks[1] - peaks[0]) <= 1.1
+
+
+def test_a_plan_without_a_chosen_lora_counts_the_largest(
+    weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+) -> None:
+    for rank in (2, 3):
+        save_pairs(tmp_path / f"{rank}.safetensors", weights, [Q], rank=rank)
+    shutil.copy(tmp_path / "2.safetensors", tmp_path / "4.sft")
+    assert [*find_lora_files(tmp_path)] == ["2", "3", "4"]
+    flags = ["--ckpt_dir", tiny("t2v-1.3B"), *TASK, "--lora_folder", tmp_path]
+    run = resolve_plan(*flags)
+    stages = Planner(run.setup, run.params).compute_stage_memory()
+    size = (tmp_path / "3.safetensors").stat().st_size
+    assert stages["denoising"]["LoRAs"] == size
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wan.app.clip_store import NUMBERED_SAFETENSORS, ClipFiles
 from wan.app.output import report_saved_latents
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
     from wan.metering.meter import PowerMeasurement, VideoMeter
     from wan.pipeline.pipeline import Pipeline
-    from wan.tasks.base import Inputs
+    from wan.tasks.base import Inputs, VideoParams
 
 
 class VideoJob:
@@ -199,15 +199,16 @@ class VideoJob:
             return
         from wan.metering.recording import TraceRecording, make_exchange_plan, select_nth_steps
 
-        experts = noise_schedule.make_noise_schedule(run.params).experts
-        steps = run.output.trace_steps or select_nth_steps(experts, 1) if folder else ()
+        schedule = noise_schedule.make_noise_schedule(run.params)
+        select_steps = partial(select_nth_steps, schedule.experts, first_step=schedule.first_step)
+        steps = run.output.trace_steps or select_steps(position=1) if folder else ()
         rank = 0 if self._groups is None else self._groups.rank
         recording = TraceRecording(
             make_exchange_plan(
                 run.setup, run.params, steps, pipeline.can_return_lse, pipeline.device.type, rank
             ),
             pipeline.device,
-            select_nth_steps(experts, 0) if run.verbose else (),
+            select_steps(position=0) if run.verbose else (),
             None if folder is None else self._groups,
             folder if run.output.trace_kernels else None,
         )
@@ -424,6 +425,7 @@ class VideoJob:
                 **asdict(run.setup.parallel),
             },
             **({"boundary": boundary} if (boundary := run.boundary) is not None else {}),
+            **_make_start_record(run.params),
             **({"lora": lora.make_lora_record(run.setup.loras)} if run.setup.loras else {}),
             **({"video_lora": video_loras} if video_loras else {}),
             **({"step_cache": cache} if (cache := pipeline.step_cache.make_record()) else {}),
@@ -470,6 +472,15 @@ class VideoJob:
 
 _COMMENT_SETTINGS = ("prompt", "size", "frame_num", "sample_solver", "sample_steps", "sample_shift")
 """Settings in the comment of an mp4; the record has all settings."""
+
+
+def _make_start_record(params: VideoParams) -> dict[str, Any]:
+    """Returns the record's entry about the first step of video to video; {} for other videos."""
+    if not params.starts_from_source:
+        return {}
+    schedule = noise_schedule.make_noise_schedule(params)
+    steps = {"step": schedule.first_step, "steps": len(schedule.experts)}
+    return {"start": {**steps, "sigma": schedule.sigmas[0]}}
 
 
 class NullSink:

@@ -226,6 +226,7 @@ def resolve_run(
     setup, notices = make_setup(video_values, preset, checkpoint, world_size)
     if "lora_folder" in video_values:
         inputs = replace(inputs, loras=_choose_loras(video_values, setup))
+        setup = replace(setup, video_loras=inputs.loras)
     params, param_notices = make_params(
         setup, video_values, inputs.source_size, defaults, inputs.loras
     )

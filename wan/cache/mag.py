@@ -62,6 +62,7 @@ class Curve:
         Raises:
             InputError: The run has another shift or boundary.
         """
+        params = params.with_all_steps
         steps, shift = params.sample_steps, params.sample_shift
         high_noise_steps = make_noise_schedule(params).high_noise_steps
         curve_high_noise_steps = make_noise_schedule(params, self.steps).high_noise_steps

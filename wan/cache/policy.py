@@ -67,12 +67,12 @@ class Policy(ABC):
 
     def check_params(self, params: VideoParams) -> tuple[str, ...]:
         """Returns notices about a video; refuses it if its steps or guidance do not fit."""
-        if params.sample_steps < MIN_STEPS and not self.settings.step_cache_force:
+        num_steps = len(params.step_range)
+        if num_steps < MIN_STEPS and not self.settings.step_cache_force:
             raise InputError(
                 "`step_cache`",
                 self.settings.policy,
-                f"with {params.sample_steps} steps: so few are too far apart for one to replace "
-                "another",
+                f"with {num_steps} steps: so few are too far apart for one to replace another",
                 "drop it, or add `step_cache_force`",
             )
         return ()
@@ -93,14 +93,19 @@ class Policy(ABC):
                 compute them.
             compute_changes: Reads the loaded networks; some policies return None without it.
         """
-        steps = self.select_steps(params, compute_changes)
+        # Rules select among all steps; a video that starts from another one has the last of them.
+        steps = self.select_steps(params.with_all_steps, compute_changes)
         if steps is None:
             return None
+        schedule = make_noise_schedule(params)
+        left_out = (False,) * schedule.first_step
         has_warmup = "step_cache_warmup" in POLICIES[self.settings.policy].parameters
         warmup = self.settings.step_cache_warmup if has_warmup else 0
-        forced_steps = list_forced_steps(make_noise_schedule(params).experts, warmup)
+        forced_steps = list_forced_steps(schedule.experts, warmup)
         step_lists = {
-            name: tuple(map(any, zip(forced_steps, steps[name], strict=True))) for name in BRANCHES
+            name: left_out
+            + tuple(map(any, zip(forced_steps, steps[name][schedule.first_step :], strict=True)))
+            for name in BRANCHES
         }
         if sync_branches:
             step_lists = dict.fromkeys(
@@ -116,12 +121,13 @@ class Policy(ABC):
             return f"Step cache {name}: decided in the run, by threshold {threshold:g}"
         if step_lists is None:
             return f"Step cache {name}: steps depend on the weights and are chosen after loading"
+        num_steps = len(params.step_range)
         masks = {branch: step_lists[branch] for branch in BRANCHES[: 1 + params.uses_guidance]}
         branches = [
-            f"{branch} computes {sum(mask)} of {len(mask)} steps ({_format_steps(mask)})"
+            f"{branch} computes {sum(mask)} of {num_steps} steps ({_format_steps(mask)})"
             for branch, mask in masks.items()
         ]
-        factor = sum(map(len, masks.values())) / sum(map(sum, masks.values()))
+        factor = num_steps * len(masks) / sum(map(sum, masks.values()))
         gain = f"at most {factor:.2f} times as fast"
         if self.skips == "attention":
             gain = "the other steps leave self-attention out"
@@ -202,7 +208,7 @@ class Cache:
 
     def start_video(self, params: VideoParams) -> None:
         """Lists the steps of a video and starts it with an empty cache."""
-        self._num_steps = params.sample_steps
+        self._num_steps = len(params.step_range)
         if self.policy is not None:
             step_lists = self.policy.list_steps(params, self._sync_branches, self.compute_changes)
             assert step_lists is not None, "compute_changes is not set"

@@ -40,17 +40,19 @@ class WeightFile:
         component: A key of `COMPONENTS`.
         tensors: By name without prefix.
         tag: The expert tag in the path.
+        stored_expert: The expert that the file's names give one of its two DiTs; else None.
     """
 
     path: Path
     component: str
     tensors: Mapping[str, TensorInfo]
     tag: ExpertTag | None = None
+    stored_expert: str | None = None
 
     @property
     def expert(self) -> str | None:
-        """The expert in the path: "high_noise", "low_noise" or None."""
-        return None if self.tag is None else self.tag.expert
+        """The expert in the file or its path: "high_noise", "low_noise" or None."""
+        return self.stored_expert or (None if self.tag is None else self.tag.expert)
 
     def find_shape(self, *names: str) -> tuple[int, ...]:
         """Returns the shape of the first tensor that has one of the names; () if there is none."""
@@ -64,23 +66,22 @@ class WeightFile:
         return (*self.find_shape("post_quant_conv.weight", "conv2.weight"), 0)[0]
 
 
-def inspect_weights(path: Path) -> dict[str, WeightFile]:
+def inspect_weights(path: Path) -> dict[str, list[WeightFile]]:
     """Reads the headers of a weight file or folder and returns its networks by component.
 
     Raises:
-        InputError: A file is incomplete, or holds a component twice.
+        InputError: A file is incomplete, or holds a component twice and names no experts.
     """
     tensors = (read_file_headers(path) if path.is_file() else read_folder_headers(path)) or {}
-    components = {network.component for network in find_networks(tensors)}
-    return {
-        component: WeightFile(path, component, _select_tensors(tensors, component))
-        for component in components
-    }
-
-
-def _select_tensors(tensors: Mapping[str, TensorInfo], component: str) -> Mapping[str, TensorInfo]:
-    selected = select_network(tensors, component)
-    return restore_patch_axes(selected) if component == "dit" else selected
+    weight_files: dict[str, list[WeightFile]] = {}
+    for network in find_networks(tensors):
+        component, expert = network.component, network.expert
+        selected: Mapping[str, TensorInfo] = select_network(tensors, component, expert)
+        if component == "dit":
+            selected = restore_patch_axes(selected)
+        weight_file = WeightFile(path, component, selected, stored_expert=expert)
+        weight_files.setdefault(component, []).append(weight_file)
+    return weight_files
 
 
 class WeightFinder:
@@ -100,7 +101,7 @@ class WeightFinder:
         paths = [*self._folder.iterdir(), *self._folder.glob("*/*.gguf")]
         for name in _SUBFOLDERS[component]:
             paths += [*self._folder.glob(f"{name}/*"), *self._folder.glob(f"{name}/*/*")]
-        weight_files: dict[Path, WeightFile] = {}
+        weight_files: list[WeightFile] = []
         for path in sorted({path for path in paths if path.suffix in WEIGHT_FILES}):
             if not path.is_file() or is_further_shard(path):
                 continue
@@ -110,10 +111,9 @@ class WeightFinder:
                 if not isinstance(error, ForeignPickleError):  # a trainer's state, for example
                     self.errors.append(error)
                 continue
-            if component in networks:
-                weight_files[path] = networks[component]
-        tags = detect_experts(weight_files, self._folder)
-        return [replace(weight_file, tag=tags[path]) for path, weight_file in weight_files.items()]
+            weight_files += networks.get(component, ())
+        tags = detect_experts(dict.fromkeys(file.path for file in weight_files), self._folder)
+        return [replace(weight_file, tag=tags[weight_file.path]) for weight_file in weight_files]
 
     def pick_one(
         self, component: str, candidates: Collection[WeightFile], flag: str

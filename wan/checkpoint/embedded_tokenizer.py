@@ -16,6 +16,7 @@ from typing import Any
 
 from wan.checkpoint import gguf
 from wan.checkpoint.headers import read_safetensors_offsets
+from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 from wan.utils.files import open_regular_file
@@ -48,7 +49,7 @@ class UnigramVocab:
 
 def has_embedded_tokenizer(path: Path) -> bool:
     """Returns whether a text encoder's file contains its tokenizer, by tensor or metadata names."""
-    if path.suffix == ".safetensors" and path.is_file():
+    if path.suffix in SAFETENSORS_SUFFIXES and path.is_file():
         return _find_model(read_safetensors_offsets(path)) is not None
     if path.suffix == ".gguf":
         return _GGUF_KEYS["scores"] in gguf.read_gguf_metadata(path, (_GGUF_KEYS["scores"],))

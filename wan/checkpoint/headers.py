@@ -16,12 +16,18 @@ from safetensors import SafetensorError, safe_open
 
 from wan.checkpoint import gguf
 from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, read_pickle_header
-from wan.checkpoint.tensor_info import FLOATS, FP8, TensorInfo, read_file_state
+from wan.checkpoint.tensor_info import (
+    FLOATS,
+    FP8,
+    SAFETENSORS_SUFFIXES,
+    TensorInfo,
+    read_file_state,
+)
 from wan.settings.errors import FileChangedError, InputError
 from wan.settings.values import format_value
 from wan.utils.files import open_regular_file
 
-WEIGHT_FILES = (".safetensors", ".gguf", *PICKLE_SUFFIXES)  # suffixes of weight files
+WEIGHT_FILES = (*SAFETENSORS_SUFFIXES, ".gguf", *PICKLE_SUFFIXES)  # suffixes of weight files
 _INDEX_SUFFIX = ".safetensors.index.json"
 # Weight file names of diffusers and transformers.
 _WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
@@ -188,12 +194,14 @@ def read_scalars(path: Path, infos: Iterable[TensorInfo]) -> dict[str, float]:
     if not wanted:
         return {}
     offsets = {info.name: info.data_offset for info in wanted}
-    if path.suffix == ".safetensors":
+    if path.suffix in SAFETENSORS_SUFFIXES:
         offsets = {name: offset for name, (_, _, offset) in read_safetensors_offsets(path).items()}
     with open_regular_file(path) as file:  # safetensors would need numpy, which has no bfloat16
         for info in wanted:
             file.seek(offsets[info.name])
-            if info.dtype == "BF16":
+            if info.number is not None:
+                scalars[info.name] = info.number
+            elif info.dtype == "BF16":
                 scalars[info.name] = struct.unpack("<f", b"\0\0" + file.read(2))[0]
             elif info.dtype in _STRUCT_CODES:
                 code = f"<{_STRUCT_CODES[info.dtype]}"
@@ -245,7 +253,7 @@ def read_folder_headers(folder: Path) -> dict[str, TensorInfo] | None:
         if _has_plain_shards(folder, stem):
             why = "is missing, but its shards exist"
             raise InputError(f"{index}", None, why, "download the index")
-    for suffixes in ((".safetensors",), (".gguf",), PICKLE_SUFFIXES):
+    for suffixes in (SAFETENSORS_SUFFIXES, (".gguf",), PICKLE_SUFFIXES):
         files = [file for suffix in suffixes for file in folder.glob(f"*{suffix}")]
         shards = [file for file in files if not is_further_shard(file)]
         single_files = [

@@ -297,7 +297,7 @@ def _read_explicit_experts(
         why = "is a task's only network, and cannot be given with one of two experts"
         remedy = "give `dit_high_noise` and `dit_low_noise`"
         raise InputError("`dit`", network_files.dit, why, remedy)
-    if high_noise is not None and high_noise == low_noise:
+    if high_noise is not None and high_noise == low_noise and not _holds_expert(high_noise):
         why = "is given for both experts"
         raise InputError("`dit_high_noise`", high_noise, why, "give two files")
     dits: dict[str, DitFiles] = {}
@@ -311,11 +311,18 @@ def _read_explicit_experts(
             tasks = " or ".join(preset.task for preset in presets)
             raise InputError(flag, path, f"does not fit {tasks}, which has {num_networks}", remedy)
         _check_component_file(flag, path, "dit")
-        _check_expert_in_name(flag, path, expert)
-        dits[expert] = (
-            _read_dit_files(path) if path.is_dir() else _read_dit_files(path.parent, path)
-        )
+        stored_expert = expert if _holds_expert(path, expert) else None
+        if stored_expert is None:
+            _check_expert_in_name(flag, path, expert)
+        folder, file = (path, None) if path.is_dir() else (path.parent, path)
+        dits[expert] = _read_dit_files(folder, file, stored_expert)
     return dits
+
+
+def _holds_expert(path: Path, expert: str = "high_noise") -> bool:
+    """Returns whether a file or folder holds two DiTs under names of experts."""
+    networks = inspect_weights(path).get("dit", ()) if path.exists() else ()
+    return any(network.stored_expert == expert for network in networks)
 
 
 def _check_expert_in_name(flag: str, path: Path, expert: str) -> None:
@@ -346,7 +353,7 @@ def _check_component_file(flag: str, path: Path, component: str) -> WeightFile:
         content = " and ".join(COMPONENTS[name] for name in COMPONENTS if name in networks)
         content = content or f"none of Wan's networks{list_first_names(path)}"
         raise InputError(flag, path, f"holds {content}", f"give {COMPONENTS[component]}")
-    return networks[component]
+    return networks[component][0]
 
 
 def _check_explicit_component(component: str, path: Path, preset: Preset) -> Path:
@@ -470,9 +477,9 @@ def _read_expert_files(
         file for file in weight_files if any(_fits_preset(file, preset) for preset in presets)
     ] or weight_files
 
-    def read_dit(weight_file: WeightFile) -> DitFiles:
-        has_config = (weight_file.path.parent / "config.json").is_file()
-        return _read_dit_files(weight_file.path.parent if has_config else folder, weight_file.path)
+    def read_dit(file: WeightFile, stored_expert: str | None = None) -> DitFiles:
+        has_config = (file.path.parent / "config.json").is_file()
+        return _read_dit_files(file.path.parent if has_config else folder, file.path, stored_expert)
 
     pair = {}
     for expert in EXPERT_FOLDERS:
@@ -487,8 +494,10 @@ def _read_expert_files(
             why = f"holds no {label} expert ({listing})"
             remedy = f"download it, or give one with `dit_{missing[0]}`"
             raise InputError(f"{folder}", None, why, remedy)
-        return {expert: read_dit(file) for expert, file in pair.items() if file is not None}
-    single = [file for file in matching if file.expert is None] or matching
+        return {expert: read_dit(file, file.stored_expert) for expert, file in pair.items() if file}
+    single = [file for file in matching if file.expert is None] or [
+        *{file.path: file for file in matching}.values()
+    ]
     dims = {preset.dim for preset in presets}
     if len(single) > 1 and len(presets) < len(PRESETS):
         key = "patch_embedding.weight"
@@ -523,8 +532,14 @@ def _fits_preset(weight_file: WeightFile, preset: Preset) -> bool:
     return kind == preset.kind and takes_images == bool(preset.num_clip_vision_images)
 
 
-def _read_dit_files(folder: Path, file: Path | None = None) -> DitFiles:
-    """Reads the configuration and tensors of a folder's DiT, or of one file in it."""
+def _read_dit_files(
+    folder: Path, file: Path | None = None, stored_expert: str | None = None
+) -> DitFiles:
+    """Reads the configuration and tensors of a folder's DiT, or of one file in it.
+
+    Args:
+        stored_expert: `WeightFile.stored_expert`.
+    """
     infos = read_folder_headers(folder) if file is None else read_file_headers(file)
     if infos is None:
         why = "holds no video network (DiT)"
@@ -533,7 +548,9 @@ def _read_dit_files(folder: Path, file: Path | None = None) -> DitFiles:
             "folders high_noise_model/ and low_noise_model/"
         )
         raise InputError(f"{folder}", None, why, remedy)
-    tensors = convert_dit_tensors(collect_network_tensors(infos, rename_dit_to_official, "dit"))
+    tensors = convert_dit_tensors(
+        collect_network_tensors(infos, rename_dit_to_official, "dit", stored_expert)
+    )
     dense = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
     return DitFiles(folder, read_dit_config(folder, dense), dense, len(dense) < len(tensors))
 

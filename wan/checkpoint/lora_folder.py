@@ -19,7 +19,7 @@ from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.lora import resolve_loras
 from wan.checkpoint.lora_deltas import StoredMatrix, WeightDelta
 from wan.checkpoint.lora_reader import Lora
-from wan.checkpoint.tensor_info import read_file_state
+from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES, read_file_state
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 from wan.utils.log import logger
@@ -66,12 +66,13 @@ def find_lora_files(folder: Path) -> dict[str, Path]:
     subject, remedy = "`lora_folder`", "give a folder of .safetensors files"
     if not folder.is_dir():
         raise InputError(subject, folder, "is no folder", remedy)
-    files, inside = {}, folder.resolve()
-    for path in sorted(folder.glob("*.safetensors")):
+    files, inside = dict[str, Path](), folder.resolve()
+    paths = [path for suffix in SAFETENSORS_SUFFIXES for path in folder.glob(f"*{suffix}")]
+    for path in sorted(paths):
         if not path.resolve().is_relative_to(inside):
             logger.warning("%s is a link out of its folder and is left out.", path)
         elif path.is_file():
-            files[path.stem] = path.absolute()
+            files.setdefault(path.stem, path.absolute())
     if not files:
         raise InputError(subject, folder, "has no .safetensors file", remedy)
     return files

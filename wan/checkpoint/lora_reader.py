@@ -36,11 +36,11 @@ from wan.checkpoint.lora_names import (
 from wan.checkpoint.peft_settings import PeftSettings, read_peft_settings
 from wan.checkpoint.pickle_header import PICKLE_SUFFIXES
 from wan.checkpoint.prefixes import OTHER_LAYERS, find_shared_prefix, strip_prefixes
-from wan.checkpoint.tensor_info import FLOATS, FP8, TensorInfo
+from wan.checkpoint.tensor_info import FLOATS, FP8, SAFETENSORS_SUFFIXES, TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 
-_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
+_SUFFIXES = (*SAFETENSORS_SUFFIXES, *PICKLE_SUFFIXES)
 MAX_ABS = 1e6  # of a strength or an alpha; larger ones may overflow
 _MODULE_WORDS = re.compile(r"\.(processor|base_layer|modules_to_save\.[^.]+)\.")
 _IMAGE_INPUT = "img_emb."  # parameters of networks that read CLIP's embeddings of an image

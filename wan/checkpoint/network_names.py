@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from wan.checkpoint.expert_names import EXPERTS, find_expert_tags
 from wan.checkpoint.lora_names import split_suffix
 from wan.checkpoint.prefixes import WRAPPERS
 from wan.checkpoint.tensor_info import TensorInfo
@@ -48,6 +49,8 @@ _SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
 }
 """Component -> signatures: names of tensors that a network has, all with the same prefix."""
+_EXPERT_PREFIXES = {"transformer.": "high_noise", "transformer_2.": "low_noise"}  # diffusers'
+_EXPERT_PREFIXES |= {"dit.": "high_noise", "dit2.": "low_noise"}  # DiffSynth-Studio's
 # Prefixes of the networks in ComfyUI's files of a whole model.
 _PART_PREFIXES = ("text_encoders.", "cond_stage_model.", "vae.", "first_stage_model.")
 # The decoder of a whole UMT5, in transformers' and llama.cpp's names, and ComfyUI's CLIP scale.
@@ -64,10 +67,12 @@ class NetworkNames:
     Attributes:
         component: A key of `COMPONENTS`.
         prefix: Precedes the names of its tensors; "" or with a dot at its end.
+        expert: "high_noise" or "low_noise" if the prefixes of a file's two DiTs say so.
     """
 
     component: str
     prefix: str
+    expert: str | None = None
 
 
 def find_networks(tensors: Mapping[str, TensorInfo]) -> list[NetworkNames]:
@@ -75,18 +80,27 @@ def find_networks(tensors: Mapping[str, TensorInfo]) -> list[NetworkNames]:
     return _find_networks(_remove_wrappers(tensors))
 
 
-def select_network(tensors: Mapping[str, TensorInfo], component: str) -> dict[str, TensorInfo]:
+def select_network(
+    tensors: Mapping[str, TensorInfo], component: str, expert: str | None = None
+) -> dict[str, TensorInfo]:
     """Returns the tensors of a file's network, by names without prefix.
 
     Tensors that belong to no network of the file are returned as well, by their stored names. All
     tensors are returned if the file does not hold the component.
+
+    Args:
+        expert: The `NetworkNames.expert` of one of two DiTs.
 
     Raises:
         InputError: The file holds the component twice.
     """
     unwrapped = _remove_wrappers(tensors)
     networks = _find_networks(unwrapped)
-    prefixes = [network.prefix for network in networks if network.component == component]
+    prefixes = [
+        network.prefix
+        for network in networks
+        if network.component == component and expert in (None, network.expert)
+    ]
     if not prefixes:
         return unwrapped
     if len(prefixes) > 1:
@@ -137,11 +151,26 @@ def _find_networks(names: Mapping[str, TensorInfo]) -> list[NetworkNames]:
             prefixes = prefixes or _find_prefixes(names, signature)
         if component == "vae":
             prefixes = {prefix for prefix in prefixes if _is_video_vae(names, prefix)}
-        networks += [NetworkNames(component, prefix) for prefix in sorted(prefixes)]
+        experts = _find_experts(prefixes) if component == "dit" else {}
+        networks += [
+            NetworkNames(component, prefix, experts.get(prefix)) for prefix in sorted(prefixes)
+        ]
     if networks:
         return networks
     roles = {suffix.role for name in names if (suffix := split_suffix(name)) is not None}
     return [NetworkNames("lora", "")] if roles - {"alpha"} else []
+
+
+def _find_experts(prefixes: set[str]) -> dict[str, str]:
+    """Returns the expert of each of two prefixes of DiTs; {} unless both say theirs."""
+    by_expert: dict[str, str] = {}
+    for prefix in prefixes if len(prefixes) == len(EXPERTS) else ():
+        experts = {tag.expert for tag in find_expert_tags(prefix) if not tag.is_ambiguous} or {
+            expert for end, expert in _EXPERT_PREFIXES.items() if f".{prefix}".endswith(f".{end}")
+        }
+        if len(experts) == 1:
+            by_expert[experts.pop()] = prefix
+    return {prefix: x for x, prefix in by_expert.items()} if len(by_expert) == 2 else {}
 
 
 def _find_prefixes(names: Mapping[str, TensorInfo], signature: tuple[str, ...]) -> set[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.headers import read_json, read_safetensors_metadata
+from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 
@@ -118,10 +119,11 @@ def _iter_peft_sources(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields (source, settings) of each configuration of a file."""
     config_path = path.with_name(_CONFIG_FILE)
     if config_path.is_file():
-        weight_files = {path, *path.parent.glob("*.safetensors"), *path.parent.glob("*.ckpt")}
+        suffixes = (*SAFETENSORS_SUFFIXES, ".ckpt")
+        weight_files = {path, *(file for x in suffixes for file in path.parent.glob(f"*{x}"))}
         if path.stem == "adapter_model" or len(weight_files) == 1:
             yield _CONFIG_FILE, read_json(config_path)
-    if path.suffix == ".safetensors":
+    if path.suffix in SAFETENSORS_SUFFIXES:
         metadata = read_safetensors_metadata(path, _METADATA_KEY)
         if isinstance(metadata, dict):
             yield f"metadata ({_METADATA_KEY})", metadata

@@ -10,7 +10,10 @@ from __future__ import annotations
 import io
 import os
 import pickletools
+import struct
+import time
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -26,7 +29,10 @@ from wan.utils.files import open_regular_file
 PICKLE_SUFFIXES = (".pth", ".ckpt", ".pt", ".bin")
 _MAX_PICKLE_BYTES = 16_000_000  # bytes of `data.pkl`; the largest network's has 0.5 MB
 _MAX_OPCODES = 1_000_000  # about 30 for each tensor
+_SECONDS_UNTIL_KEPT = 2.0  # a new file may be written again within one tick of its times
 _LOCAL_HEADER_BYTES = 30  # of a zip entry, before its name
+_LOCAL_SIGNATURE = b"PK\3\4"
+_UTF8_FLAG = 0x800  # the name is in UTF-8
 _DTYPES = {  # PyTorch's storage class or dtype -> (safetensors' spelling, bytes of an element)
     **dict.fromkeys(("DoubleStorage", "float64"), ("F64", 8)),
     **dict.fromkeys(("FloatStorage", "float32"), ("F32", 4)),
@@ -42,6 +48,7 @@ _DTYPES = {  # PyTorch's storage class or dtype -> (safetensors' spelling, bytes
     "float8_e5m2": ("F8_E5M2", 1),
 }
 _STATE_DICT = "state_dict"
+_ALPHA_END = ".alpha"  # of the name of a LoRA's alpha
 _GIVE_PLAIN_TENSORS = "give a file of plain tensors, as safetensors"
 _DOWNLOAD_AGAIN = "download it again"
 
@@ -60,6 +67,7 @@ class PickledTensor:
         offset: First element in the storage.
         storage_offset: First byte of the storage in the file.
         storage_bytes: Bytes of the storage.
+        number: The value of a Python number, which has no storage; None for a tensor.
     """
 
     dtype: str
@@ -68,6 +76,7 @@ class PickledTensor:
     offset: int
     storage_offset: int
     storage_bytes: int
+    number: float | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,7 @@ def read_pickle_header(path: Path) -> dict[str, TensorInfo]:
             tensor.shape,
             prod(tensor.shape) * _get_itemsize(tensor.dtype),
             data_offset=tensor.storage_offset + tensor.offset * _get_itemsize(tensor.dtype),
+            number=tensor.number,
             state=state,
         )
         for name, tensor in read_pickled_tensors(path).items()
@@ -108,19 +118,26 @@ def read_pickle_header(path: Path) -> dict[str, TensorInfo]:
 def read_pickled_tensors(path: Path) -> dict[str, PickledTensor]:
     """Returns the tensors of a PyTorch file, or those of its only dictionary of tensors, by name.
 
+    Python numbers are returned as well if their names are those of a LoRA's alphas.
+
     Raises:
         ForeignPickleError: The file holds something else.
         InputError: The file is damaged.
     """
     with open_regular_file(path) as file:
         status = os.fstat(file.fileno())
+    if time.time() - status.st_mtime < _SECONDS_UNTIL_KEPT:
+        return _read_file(path)
     version = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
     return dict(_read_version(path, version))
 
 
 @lru_cache(maxsize=16)  # one video reads the header of its VAE eight times
 def _read_version(path: Path, _: tuple[int, ...]) -> dict[str, PickledTensor]:
-    """Returns the tensors of a version of a file by name."""
+    return _read_file(path)
+
+
+def _read_file(path: Path) -> dict[str, PickledTensor]:
     with open_regular_file(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
@@ -151,7 +168,7 @@ def _read_archive(path: Path, file: BinaryIO, archive: zipfile.ZipFile) -> Any:
         why = "is a zip archive, but not one of PyTorch"
         raise ForeignPickleError(f"{path}", None, why, _GIVE_PLAIN_TENSORS)
     byte_order = entries.get(f"{root}/byteorder")
-    if byte_order and byte_order.file_size < 16 and archive.read(byte_order) == b"big":
+    if byte_order and byte_order.file_size < 16 and _read_entry(path, file, byte_order) == b"big":
         raise InputError(f"{path}", None, "is big-endian", "save it on a little-endian machine")
     if pickle_entry.file_size > _MAX_PICKLE_BYTES:
         raise _DamagedPickleError(f"more than {_MAX_PICKLE_BYTES // 10**6} MB of names")
@@ -161,20 +178,35 @@ def _read_archive(path: Path, file: BinaryIO, archive: zipfile.ZipFile) -> Any:
         entry = entries.get(f"{root}/data/{key}")
         if entry is None:
             raise _DamagedPickleError(f"{root}/data/{key} is missing")
-        if entry.compress_type != zipfile.ZIP_STORED:
-            why, remedy = "is compressed", "save it again with torch.save"
-            raise InputError(f"{path}", None, why, remedy)
-        file.seek(entry.header_offset)
-        header = file.read(_LOCAL_HEADER_BYTES)
-        name_and_extra = int.from_bytes(header[26:28], "little") + int.from_bytes(
-            header[28:30], "little"
-        )
-        start = entry.header_offset + _LOCAL_HEADER_BYTES + name_and_extra
-        if start + entry.file_size > path.stat().st_size:
-            raise _DamagedPickleError("truncated")
+        start = _find_entry_start(path, file, entry)
         return _Storage(storage_type.name.rpartition(" ")[2], start, entry.file_size)
 
-    return _PickleReader(path, find_storage).read(archive.read(pickle_entry))
+    return _PickleReader(path, find_storage).read(_read_entry(path, file, pickle_entry))
+
+
+def _find_entry_start(path: Path, file: BinaryIO, entry: zipfile.ZipInfo) -> int:
+    """Returns the first byte of an entry's content in its archive."""
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise InputError(f"{path}", None, "is compressed", "save it again with torch.save")
+    name = entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF8_FLAG else "cp437")
+    file.seek(entry.header_offset)
+    header = file.read(_LOCAL_HEADER_BYTES)
+    name_bytes, extra_bytes = struct.unpack("<2H", header[26:])
+    if not header.startswith(_LOCAL_SIGNATURE) or file.read(name_bytes) != name:
+        raise zipfile.BadZipFile
+    start = entry.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
+    if start + entry.file_size > path.stat().st_size:
+        raise _DamagedPickleError("truncated")
+    return start
+
+
+def _read_entry(path: Path, file: BinaryIO, entry: zipfile.ZipInfo) -> bytes:
+    """Returns an entry's content if its CRC fits or is not stored, as PyTorch may be told to."""
+    file.seek(_find_entry_start(path, file, entry))
+    content = file.read(entry.file_size)
+    if entry.CRC not in (0, zlib.crc32(content)):
+        raise zipfile.BadZipFile
+    return content
 
 
 class _PickleReader:
@@ -354,7 +386,8 @@ def _select_weights(path: Path, content: Any) -> dict[str, PickledTensor]:
         return [
             name
             for name, value in entries.items()
-            if not (isinstance(name, str) and isinstance(value, PickledTensor))
+            if not isinstance(name, str)
+            or not isinstance(_convert_alpha(name, value), PickledTensor)
         ]
 
     if isinstance(content, Mapping) and isinstance(content.get(_STATE_DICT), Mapping):
@@ -372,4 +405,10 @@ def _select_weights(path: Path, content: Any) -> dict[str, PickledTensor]:
     if foreign_names:
         why = f"holds something other than weights ({format_value(foreign_names[0], str)})"
         raise ForeignPickleError(f"{path}", None, why, _GIVE_PLAIN_TENSORS)
-    return dict(content)
+    return {name: _convert_alpha(name, value) for name, value in content.items()}
+
+
+def _convert_alpha(name: str, value: Any) -> Any:
+    """Returns the description of a Python number that is a LoRA's alpha, and other values as is."""
+    is_alpha = name.endswith(_ALPHA_END) and type(value) in (int, float)
+    return PickledTensor("F64", (), (), 0, 0, 0, value) if is_alpha else value

@@ -19,7 +19,16 @@ from typing import Any
 
 from wan.checkpoint.headers import read_safetensors_metadata, read_safetensors_offsets
 from wan.checkpoint.network_names import select_network
-from wan.checkpoint.tensor_info import E4M3, E5M2, FLOATS, FP8, GGUF, NVFP4, TensorInfo
+from wan.checkpoint.tensor_info import (
+    E4M3,
+    E5M2,
+    FLOATS,
+    FP8,
+    GGUF,
+    NVFP4,
+    SAFETENSORS_SUFFIXES,
+    TensorInfo,
+)
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 from wan.utils.files import open_regular_file
@@ -45,7 +54,10 @@ _GET_ANOTHER = "get another file"
 
 
 def collect_network_tensors(
-    tensors: Mapping[str, TensorInfo], rename: Callable[[str], str], component: str | None = None
+    tensors: Mapping[str, TensorInfo],
+    rename: Callable[[str], str],
+    component: str | None = None,
+    expert: str | None = None,
 ) -> dict[str, TensorInfo]:
     """Attaches scales to quantized weights and renames the tensors of one network.
 
@@ -53,12 +65,13 @@ def collect_network_tensors(
         tensors: By stored name.
         rename: Maps a stored name without prefix to the network's name.
         component: A key of `COMPONENTS`; None: all tensors by their stored names.
+        expert: One of the two DiTs of a file (`NetworkNames.expert`).
 
     Raises:
         InputError: A tensor has an unsupported format, or two tensors get the same name.
     """
     renamed: dict[str, TensorInfo] = {}
-    tensors = tensors if component is None else select_network(tensors, component)
+    tensors = tensors if component is None else select_network(tensors, component, expert)
     for name, info in _attach_scales(tensors).items():
         is_scaled_int8 = info.dtype == "I8" and info.scale is not None
         if info.dtype not in (*FLOATS, *FP8, *GGUF, NVFP4) and not is_scaled_int8:
@@ -137,7 +150,7 @@ def _read_layer_formats(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str
         if name.endswith(_COMFY_QUANT_SUFFIX):
             by_file[info.file].append(name)
     for file, names in by_file.items():
-        if file.suffix != ".safetensors":
+        if file.suffix not in SAFETENSORS_SUFFIXES:
             continue
         metadata = read_safetensors_metadata(file, _METADATA_KEY)
         layers = metadata.get("layers") if isinstance(metadata, dict) else None

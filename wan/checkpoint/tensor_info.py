@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+SAFETENSORS_SUFFIXES = (".safetensors", ".sft")
 FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes of weights that are not quantized
 E4M3, E5M2 = "F8_E4M3", "F8_E5M2"
 FP8 = (E4M3, E5M2)
@@ -50,6 +51,7 @@ class TensorInfo:
         first_row: First row of this tensor in the file's tensor, of which it is a slice.
         data_offset: First byte in a GGUF or PyTorch file.
         chunks: Tensors in the file that are concatenated along dim 0; () for a single one.
+        number: The value of a Python number, which is stored in a pickle; None for a tensor.
         state: The file's state when its header was read; None if unknown.
     """
 
@@ -64,6 +66,7 @@ class TensorInfo:
     first_row: int = 0
     data_offset: int = 0
     chunks: tuple[TensorInfo, ...] = ()
+    number: float | None = None
     state: FileState | None = field(default=None, compare=False)
 
 

@@ -23,7 +23,6 @@ from wan.settings.sound import (
     FEATURE_RATE,
     RESAMPLED_FEATURE_RATE,
     SAMPLE_RATE,
-    SPEECH_FPS,
     WAV2VEC_CONVOLUTIONS,
 )
 from wan.utils.log import logger
@@ -64,10 +63,6 @@ class Audio:
     def num_features(self) -> int:
         """Number of audio features, 30 per second."""
         return int(self.num_states / FEATURE_RATE * RESAMPLED_FEATURE_RATE)
-
-    def count_clips(self, infer_frames: int) -> int:
-        """Counts the clips of `infer_frames` frames that cover the audio, by the official rule."""
-        return int(self.num_features / (infer_frames * (RESAMPLED_FEATURE_RATE / SPEECH_FPS))) + 1
 
 
 def read_audio(path: Path) -> Audio:

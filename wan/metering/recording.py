@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
 
 
-def select_nth_steps(experts: tuple[str, ...], position: int) -> tuple[int, ...]:
+def select_nth_steps(
+    experts: tuple[str, ...], position: int, first_step: int = 0
+) -> tuple[int, ...]:
     """Selects the step at `position` among each expert's steps, or the expert's last one."""
     nth_of_each = []
-    for _, group in groupby(enumerate(experts), key=lambda item: item[1]):
+    for _, group in groupby(enumerate(experts, first_step), key=lambda item: item[1]):
         steps = [step for step, _ in group]
         nth_of_each.append(steps[min(position, len(steps) - 1)])
     return tuple(nth_of_each)
@@ -50,7 +52,7 @@ def make_exchange_plan(
         rank: Global rank.
     """
     parallel, attention = setup.parallel, setup.attention
-    experts, sparse = (noise_schedule.make_noise_schedule(params).experts, attention.use_rainfusion)
+    schedule, sparse = noise_schedule.make_noise_schedule(params), attention.use_rainfusion
     is_sharded = parallel.sequence_size > 1
     return ExchangePlan(
         rank=rank,
@@ -67,7 +69,7 @@ def make_exchange_plan(
         fp8=attention.fp8,
         fp8_exchange=attention.quant_alltoall,
         sparse_from=attention.resolve_sparse_start_step(params.sample_steps) if sparse else None,
-        steps={step: experts[step] for step in steps},
+        steps={step: schedule.experts[step - schedule.first_step] for step in steps},
         fused=setup.exchange_on(device_type) == "fused",
         control=get_control_layers(setup.checkpoint.config),
     )

@@ -188,7 +188,8 @@ class DenoisingLoop:
         expert = self._noise_schedule.experts[index]
         low_noise_scale, high_noise_scale = params.sample_guide_scale
         timestep, grid, latents = self._timesteps[index], params.grid, self.latents
-        step = StepInfo(index, params.sample_steps, "cond", expert, grid, prod(grid))
+        step_index = self._noise_schedule.step_range[index]
+        step = StepInfo(step_index, params.sample_steps, "cond", expert, grid, prod(grid))
         predict_branch = partial(
             predict_velocity,
             model,
@@ -198,13 +199,13 @@ class DenoisingLoop:
             step,
         )
         guidance_cache = None if step_cache is None else step_cache.get_if_skips("uncond")
-        with trace.record_step(index, expert):  # excludes loading
+        with trace.record_step(step_index, expert):  # excludes loading
             guided_velocity = apply_guidance(
                 predict_branch,
                 high_noise_scale if expert == "high_noise" else low_noise_scale,
                 run_branches
                 if guidance_cache is None
-                else partial(guidance_cache, index, run_branches),
+                else partial(guidance_cache, step_index, run_branches),
             )
             with cancellation_point.local_section():
                 solver_output = self._solver.step(

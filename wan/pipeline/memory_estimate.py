@@ -20,7 +20,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.lora_folder import find_lora_files
 from wan.pipeline import weight_sizes
 from wan.pipeline.preview import count_preview_latents
 from wan.pipeline.setup import Setup
@@ -139,8 +138,12 @@ def compute_stage_memory(
         denoising += vae - retained_usage
     if is_overlapped:
         denoising += sizes.decoding_activations
-    add_stage("denoising", dit_usage, denoising)
-    add_stage("decoding", vae - retained_usage, sizes.decoding_activations + previous_clip)
+    loras = Usage({"LoRAs": weight_sizes.sum_video_loras(setup, device)})
+    add_stage("denoising", dit_usage, denoising + loras)
+    decoding = sizes.decoding_activations + previous_clip
+    if device == "cpu":
+        decoding += loras  # they stay cached
+    add_stage("decoding", vae - retained_usage, decoding)
     return usage_by_stage
 
 
@@ -198,7 +201,8 @@ def estimate_network_sizes(setup: Setup, params: VideoParams) -> NetworkSizes:
     """Estimates the sizes of all networks with formulas.
 
     No estimate is above the planner's measurement, and that of the fullest stage is at least 85 %
-    of it. The formulas leave out CLIP, and the activations of a VAE that decodes in tiles.
+    of it. The formulas leave out CLIP, the activations of a VAE that decodes in tiles, and those of
+    LoRAs of single videos.
     """
     execution, device = setup.execution, find_planned_capabilities(setup).type
     is_on_device = device == "cpu" or not execution.t5_cpu
@@ -288,21 +292,22 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
 def estimate_denoising_bytes_without_blocks(setup: Setup, params: VideoParams) -> int:
     """Estimates the bytes of denoising without the weights of the DiT's blocks.
 
-    They are the other weights, caches, activations, latents, the VAE of previews, and the largest
-    LoRA of `lora_folder`.
+    They are the other weights, caches, activations, latents, the VAE of previews, and the LoRAs of
+    this video or the largest one of `lora_folder`, for the videos after it.
     """
     device = find_planned_capabilities(setup).type
     dit, preview = _estimate_dit(setup, params, device), _estimate_preview(setup, params)
     activations = max(dit.activations, preview, key=Usage.total)
     usage = dit.cached + activations + _estimate_denoising_inputs(params)
-    folder = setup.lora_options.lora_folder
-    files = () if folder is None else find_lora_files(folder).values()
-    largest_lora = max((file.stat().st_size for file in files if file.exists()), default=0)
+    lora_bytes = max(
+        weight_sizes.sum_video_loras(setup, device),
+        weight_sizes.sum_video_loras(replace(setup, video_loras={}), device),
+    )
     vae = 0
     if params.preview:
         vae_tensors = weight_sizes.read_vae_tensors(setup)
         vae = weight_sizes.sum_vae_weights(setup, device, vae_tensors).allocated
-    return dit.weights.allocated - dit.weights.all_blocks + usage.total() + largest_lora + vae
+    return dit.weights.allocated - dit.weights.all_blocks + usage.total() + lora_bytes + vae
 
 
 def estimate_vae_activations(setup: Setup, direction: str, size: tuple[int, int, int]) -> int:

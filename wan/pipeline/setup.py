@@ -14,6 +14,7 @@ from wan.cache.policy import Policy
 from wan.checkpoint.config import BLOCK_PREFIXES
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.lora import Lora
+from wan.checkpoint.lora_folder import VideoLoras
 from wan.checkpoint.tensor_info import FP8, GGUF
 from wan.checkpoint.w8a8_export import QuantizedDit, check_export_device
 from wan.settings import attention, devices, parallel, rules, step_cache
@@ -49,6 +50,7 @@ class Setup:
         policy: Policy of the step cache; None: no step cache.
         loras: The LoRAs of each expert.
         lora_options: The folder of LoRAs for single videos, and the limit of their cache.
+        video_loras: LoRAs of this video only, whose memory is counted.
     """
 
     preset: Preset
@@ -62,6 +64,7 @@ class Setup:
     policy: Policy | None = None
     loras: Mapping[str, tuple[Lora, ...]] = field(default_factory=dict)
     lora_options: VideoLoraOptions = field(default_factory=VideoLoraOptions)
+    video_loras: VideoLoras = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rules.check_rules(rules.PIPELINE_RULES, self._rule_values())
@@ -175,10 +178,12 @@ class Setup:
         steps, tokens = params.sample_steps, params.max_clip_tokens
         values = {**(settings or {}), **self._rule_values(), **vars(params)}
         values["solver"] = SOLVERS[params.sample_solver]
+        values["step_range"] = params.step_range
         values["num_scales"] = len(params.conditioning_scale or ())
         rules.check_rules((*TASK_RULES, *rules.VIDEO_RULES), values)
         attention.check_attention_request(self.attention, self.parallel, steps, tokens)
-        notices = () if self.policy is None else self.policy.check_params(params)
+        notices = params.task.list_notices(params)
+        notices += () if self.policy is None else self.policy.check_params(params)
         heads = self.checkpoint.num_heads
         guidance = params.sample_guide_scale
         return (*notices, *parallel.check_guidance(self.parallel, guidance, heads))

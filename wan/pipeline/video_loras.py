@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from wan.checkpoint.load import DtypeRule
 from wan.checkpoint.lora_folder import VideoLora, VideoLoras
@@ -104,7 +105,7 @@ class _ExpertsWithLoras:
         self._name = ""
         self._branches: Mapping[str, tuple[LoraBranch, ...]] = {}
         self._network: WanModel | None = None
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
 
     def get(self, name: str) -> Any:
         if name != self._name:
@@ -116,9 +117,8 @@ class _ExpertsWithLoras:
             self._network = network
             network.clear_caches()  # keys and values of the text without these LoRAs
             for layer_name, branches in self._branches.items():
-                layer: nn.Module = network.get_submodule(layer_name)
-                set_lora_branches(layer, branches)
-                self._hooks.append(layer.register_forward_hook(_add_to_output))
+                layer = network.get_submodule(layer_name)
+                self._hooks.append(attach_lora_branches(layer, branches))
         return network
 
     def prefetch(self, name: str) -> None:
@@ -133,6 +133,12 @@ class _ExpertsWithLoras:
                 set_lora_branches(self._network.get_submodule(layer_name), ())
             self._network.clear_caches()
         self._name, self._branches, self._network, self._hooks = "", {}, None, []
+
+
+def attach_lora_branches(layer: nn.Module, branches: tuple[LoraBranch, ...]) -> RemovableHandle:
+    """Gives a layer its branches, which are added to its output; returns the hook."""
+    set_lora_branches(layer, branches)
+    return layer.register_forward_hook(_add_to_output)
 
 
 def _add_to_output(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:

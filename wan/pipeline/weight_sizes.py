@@ -24,11 +24,13 @@ from wan.checkpoint.headers import (
 from wan.checkpoint.keymaps import rename_t5_to_transformers, rename_vae_to_diffusers
 from wan.checkpoint.lora import collect_deltas
 from wan.checkpoint.lora_deltas import WeightDelta, list_factor_shapes
+from wan.checkpoint.lora_folder import find_lora_files
 from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.checkpoint.tensor_info import (
     FLOATS,
     FP8,
     GGUF,
+    SAFETENSORS_SUFFIXES,
     TensorInfo,
     get_tensor_alignment,
     view_as_bytes,
@@ -92,7 +94,7 @@ class _TensorSizes:
         row_bytes = prod(columns) * _ITEMSIZE[dtype]
         if self.can_map and may_map and info.dtype == dtype and not (info.scale or info.chunks):
             offset = info.data_offset
-            if info.file.suffix == ".safetensors":
+            if info.file.suffix in SAFETENSORS_SUFFIXES:
                 offset = self._read_offsets(info.file)[info.name][2]
             offset += info.first_row * row_bytes
             if offset % get_tensor_alignment(_ITEMSIZE[dtype]) == 0:
@@ -216,6 +218,44 @@ def list_reference_tensors(config: tuple[tuple[str, Any], ...]) -> dict[str, Ten
         name: TensorInfo(Path(), name, "", tuple(parameter.shape), 0)
         for name, parameter in parameters.items()
     }
+
+
+def list_video_lora_factors(
+    setup: Setup, expert: str, device: str
+) -> list[tuple[str, dict[str, tuple[int, ...]], str]]:
+    """Lists layer, shapes of the factors by name, and dtype, for each LoRA of an expert."""
+    compute_dtype = PRECISION_DTYPES[setup.execution.get_dit_precision(device)]
+    factors = []
+    for entry in setup.video_loras.get(expert, ()):
+        for parameter, deltas in entry.lora.deltas.items() if entry.scale else ():
+            layer, _, suffix = parameter.rpartition(".")
+            is_fp32 = keeps_fp32(parameter) and not setup.execution.convert_model_dtype
+            shapes: dict[str, tuple[int, ...]] = {suffix: (prod(deltas[0].infos[0].shape),)}
+            if suffix == "weight":
+                shapes = {**list_factor_shapes(deltas)}
+            factors.append((layer, shapes, "F32" if is_fp32 else compute_dtype))
+    return factors
+
+
+def sum_video_loras(setup: Setup, device: str) -> int:
+    """Sums the factors of the video's LoRAs that are in memory at once.
+
+    These are one expert's. A CPU's memory also has the cache, with those of the other expert.
+    Without LoRAs of this video it is the largest file of `lora_folder`, for other videos.
+    """
+    if not setup.video_loras:
+        folder = setup.lora_options.lora_folder
+        files = () if folder is None else find_lora_files(folder).values()
+        return max((file.stat().st_size for file in files if file.exists()), default=0)
+    sizes = [
+        sum(
+            _ITEMSIZE[dtype] * sum(map(prod, shapes.values()))
+            for _, shapes, dtype in list_video_lora_factors(setup, expert, device)
+        )
+        for expert in setup.video_loras
+    ]
+    cached_bytes = int(setup.lora_options.lora_cache * 1e9) if device == "cpu" else 0
+    return min(sum(sizes), max(sizes) + cached_bytes)
 
 
 def sum_text_encoder_weights(

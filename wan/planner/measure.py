@@ -28,12 +28,14 @@ from wan.kernels.forward_context import StepInfo
 from wan.kernels.interfaces import Target
 from wan.kernels.registry import select_kernels
 from wan.modules import clip, t5
+from wan.modules.lora_branch import LoraBranch
 from wan.modules.model import WanModel
 from wan.modules.vae import tiles, video_vae
 from wan.pipeline import build, memory_estimate, weight_sizes, weight_transforms
 from wan.pipeline.memory_estimate import NetworkSize, NetworkSizes, Usage
 from wan.pipeline.preview import count_preview_latents
 from wan.pipeline.setup import Setup
+from wan.pipeline.video_loras import attach_lora_branches
 from wan.pipeline.weight_sizes import PRECISION_DTYPES, WeightBytes
 from wan.planner import operators
 from wan.settings.attention_modes import TokenPlan
@@ -316,6 +318,7 @@ class Planner:
             with _prepare_meta_network(
                 network, network.blocks, dtypes, sharding, {}, network.adapter_modules
             ) as tracker:
+                self._attach_loras(network, tracker)
                 collectives = self._run_forwards(network, tracker, self.list_branches(parallel))
                 activations = tracker.peak_bytes - tracker.live_bytes
                 cached_usage = +tracker.live_bytes
@@ -334,6 +337,31 @@ class Planner:
         weights = weight_sizes.sum_dit_weights(setup, self.device.type, num_ranks)
         size = NetworkSize(weights, +cached_usage, activations)
         return ForwardMeasurement(size, collectives, build.describe_attention(setup, selected))
+
+    def _attach_loras(self, network: WanModel, tracker: StorageTracker) -> None:
+        """Attaches the LoRAs of the video to the remaining layers; their factors are not tracked.
+
+        They are those of the expert with the most factors.
+        """
+        factors = max(
+            (
+                weight_sizes.list_video_lora_factors(self.setup, expert, self.device.type)
+                for expert in self.setup.video_loras
+            ),
+            key=lambda items: sum(map(prod, chain.from_iterable(x.values() for _, x, _ in items))),
+            default=[],
+        )
+        layers, branches = dict(network.named_modules()), dict[str, tuple[LoraBranch, ...]]()
+        for layer, shapes, dtype in factors:
+            if layer in layers:
+                tensors = {
+                    name: torch.empty(shape, dtype=DTYPES[dtype], device=tracker.device)
+                    for name, shape in shapes.items()
+                }
+                tracker.exclude(tensors.values())
+                branches[layer] = (*branches.get(layer, ()), LoraBranch(1.0, tensors))
+        for layer, layer_branches in branches.items():
+            attach_lora_branches(layers[layer], layer_branches)
 
     def _build_first_expert(self, setup: Setup, components: Any) -> WanModel:
         """Builds the first expert's DiT with its quantized layers on the meta device."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +18,7 @@ from wan.serve.responses import make_error_response
 from wan.serve.store import StoreError
 from wan.utils.log import logger
 
+_DISCARD_SECONDS = 5.0  # seconds in which the rest of a refused body is read
 _WITHOUT_KEY = ("/", "/health", "/liveness", *(f"/{name}" for name in PAGE_FILES))
 
 
@@ -58,6 +61,7 @@ class Guard:
         request = Request(scope)
         refusal = self._check_request(request)
         if refusal is not None:
+            await _discard_body(request, receive)
             await make_error_response(request, refusal)(scope, receive, send)
             return
         num_bytes = 0
@@ -67,6 +71,8 @@ class Guard:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
+                if message.get("more_body"):
+                    await _discard_body(request, receive)
                 raise self._make_too_large_error()
             return message
 
@@ -121,3 +127,15 @@ class Guard:
 
     def _make_too_large_error(self) -> RefusedError:
         return RefusedError(f"The body is too large; {self._max_bytes} bytes are allowed.", 413)
+
+
+async def _discard_body(request: Request, receive: Receive) -> None:
+    """Reads a refused body, since clients see the answer only when they have sent the body."""
+    headers = request.headers
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    if not has_body or "expect" in headers:  # which waits for an answer before the body
+        return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            while (await receive()).get("more_body"):
+                pass

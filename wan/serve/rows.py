@@ -102,15 +102,16 @@ class ServiceJob:
         if params.has_clips:
             self.frames = sum(map(params.count_clip_frames, range(clips)))
         self.fps, (self.width, self.height) = float(run.output.fps), params.video_size
-        self.total = params.sample_steps * clips
+        num_steps = len(params.step_range)
+        self.total = num_steps * clips
         low, high = params.sample_guide_scale
         has_two = params.boundary is not None
         self.guidance = {"high_noise": high, "low_noise": low} if has_two else {"dit": low}
-        shape: list[Any] = [params.latent_shape, params.sample_steps, branches, clips]
+        shape: list[Any] = [params.latent_shape, num_steps, branches, clips]
         if run.inputs.loras:
             shape.append(make_video_lora_record(run.inputs.loras))
         self.shape = json.dumps(shape)
-        self.work = float(prod(params.grid) * params.sample_steps * branches * clips)
+        self.work = float(prod(params.grid) * num_steps * branches * clips)
 
     @property
     def can_share_experts(self) -> bool:

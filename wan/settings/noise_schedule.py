@@ -18,17 +18,24 @@ RCM_ANGLES = (1.5, 1.4, 1.0)
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """Noise schedule of a video.
+    """Noise schedule of a video; without its first steps if the video starts from another one.
 
     Attributes:
         sigmas: [N+1], falling, the last one 0.
         timesteps: [N], inputs of the model.
         experts: [N], names of the networks.
+        first_step: Number of the steps that are left out.
     """
 
     sigmas: tuple[float, ...]
     timesteps: tuple[float, ...]
     experts: tuple[str, ...]
+    first_step: int = 0
+
+    @property
+    def step_range(self) -> range:
+        """Indices of the steps among those of the complete schedule."""
+        return range(self.first_step, self.first_step + len(self.experts))
 
     @property
     def high_noise_steps(self) -> int:
@@ -54,7 +61,16 @@ def make_noise_schedule(params: VideoSettings, steps: int | None = None) -> Nois
     if params.boundary_step is not None:
         high = params.boundary_step
         experts = ["high_noise" if i < high else "low_noise" for i in range(len(model_timesteps))]
-    return NoiseSchedule((*levels, 0.0), model_timesteps, tuple(experts))
+    first = 0
+    if params.strength is not None:  # as in diffusers, a share of the steps and not of the noise
+        first = len(experts) - int(len(experts) * params.strength)
+    elif params.refine:
+        first = len(experts) - experts.count("low_noise")
+    if params.refine:
+        experts = ["low_noise"] * len(experts)
+    return NoiseSchedule(
+        (*levels[first:], 0.0), model_timesteps[first:], tuple(experts[first:]), first
+    )
 
 
 def count_noise_samples(params: VideoSettings) -> int:

@@ -211,7 +211,11 @@ def merge_defaults(user_settings: Mapping[str, Any], defaults: Mapping[str, Any]
     `--sample_steps 8` supersedes the timesteps of a recipe or record, and `--prompt` the prompts of
     clips in a record.
     """
-    changed = {name for name, value in user_settings.items() if defaults.get(name, ...) != value}
+    changed = {  # images in memory may be arrays, which are not compared
+        name
+        for name, value in user_settings.items()
+        if name not in defaults or defaults[name] != value
+    }
     stale = set()
     if {"sample_solver", "sample_steps", "sample_shift"} & changed:
         stale |= {"timesteps"}

@@ -355,6 +355,31 @@ SAMPLING_RULES = (
         lambda s: s.boundary_step > s.sample_steps,
         _BOUNDARY_STEP,
     ),
+    Rule(
+        ("strength",),
+        "leaves none of the {sample_steps} steps",
+        "give at least 1/{sample_steps}, or more `sample_steps`",
+        lambda s: not s.step_range,
+        "`strength={strength:g}`",
+    ),
+    Rule(
+        ("refine",),
+        "has no steps, as none of the {sample_steps} is one of the low-noise expert",
+        "add `strength`, or give more `sample_steps`",
+        lambda s: not s.step_range,
+    ),
+    *(
+        make_conflict_rule(
+            "fixed_latents", name, "replaces the initial latents, and so does `src_video`"
+        )
+        for name in ("strength", "refine")
+    ),
+    Rule(
+        ("trace_steps",),
+        "names step {trace_steps[0]}, and this video starts at step {step_range.start}",
+        "drop it, or name later ones",
+        lambda s: s.trace_steps[0] < s.step_range.start,
+    ),
 )
 """Rules for the sampling of a video."""
 

@@ -16,6 +16,7 @@ from wan.settings.values import choice, integer, real, switch
 
 Size = tuple[int, int]
 """(width, height) in pixels."""
+_VIDEO_TO_VIDEO = (*TASKS_OF_KIND["t2v"], *TASKS_OF_KIND["ti2v"])
 MAX_REFERENCE_IMAGES = 16  # of `src_ref_images`; each adds a latent frame
 
 
@@ -109,6 +110,7 @@ class VideoSettings(Sampling):
         num_source_frames: Frames of Animate's pose video; None: the frames of all clips.
         num_reference_images: Number of VACE's reference images, each one latent frame before the
             latents of the video.
+        has_source_video: Whether denoising starts from a video, which is encoded.
         has_last_image: Whether the video also ends with an image.
         max_area: Pixels of a frame of a video with an image; None: those of `size`.
     """
@@ -204,6 +206,21 @@ class VideoSettings(Sampling):
         keyword="context_scale",
         tasks=TASKS_OF_KIND["vace"],
     )
+    strength: float | None = option(
+        None,
+        real(0, 1, exclude_min=True),
+        "share of the steps that are computed, from the noisy --src_video on (t2v, ti2v; default "
+        "0.8; with --refine the steps of the low-noise expert)",
+        needs="src_video",
+        tasks=_VIDEO_TO_VIDEO,
+    )
+    refine: bool | None = option(
+        None,
+        switch,
+        "compute all steps from --src_video on with the low-noise expert (t2v-A14B; default false)",
+        needs="src_video",
+        tasks=("t2v-A14B",),
+    )
     preview: int = option(
         0,
         values.read_preview,
@@ -216,6 +233,7 @@ class VideoSettings(Sampling):
     boundary: float | None
     fps: float
     num_reference_images: int = 0
+    has_source_video: bool = False
     num_source_frames: int | None = None
     image_size: Size | None = None
     has_last_image: bool = False
@@ -299,14 +317,15 @@ class AnimateOptions:
 
 @dataclass(frozen=True)
 class VaceOptions:
-    """Control inputs of VACE."""
+    """The source video, and further control inputs of VACE."""
 
     src_video: Path | None = option(
         None,
         values.read_path,
-        "control video, or video to edit (vace: this or --src_ref_images is needed; default none)",
+        "video to edit; t2v, ti2v: or latents of --save_latents; vace: or control video, this or "
+        "--src_ref_images is needed (default none)",
         media="video/*",
-        tasks=TASKS_OF_KIND["vace"],
+        tasks=(*_VIDEO_TO_VIDEO, *TASKS_OF_KIND["vace"]),
     )
     src_mask: Path | None = option(
         None,

@@ -278,6 +278,10 @@ class Task:
         """Returns the default of the video's frames per second."""
         return params.fps
 
+    def list_notices(self, params: VideoParams) -> tuple[str, ...]:
+        """Returns lines about a video for the log and the plan."""
+        return ()
+
     def complete_params(self, preset: Preset, chosen: dict[str, Any], values: Values) -> None:
         """Completes the fields of `VideoParams` in place."""
 
@@ -412,6 +416,21 @@ class VideoParams(VideoSettings):
     def count_clip_tokens(self, clip: int) -> int:
         """Returns the number of tokens in self-attention: video tokens and extra tokens."""
         return math.prod(self.grid) + self.task.count_extra_tokens(self, clip)
+
+    @property
+    def starts_from_source(self) -> bool:
+        """Whether denoising starts from the noisy latents of a source, with its last steps."""
+        return self.strength is not None or bool(self.refine)
+
+    @property
+    def step_range(self) -> range:
+        """Indices of the computed steps among all `sample_steps`."""
+        return make_noise_schedule(self).step_range
+
+    @property
+    def with_all_steps(self) -> VideoParams:
+        """The video as if it started from noise, with the complete noise schedule."""
+        return replace(self, strength=None, refine=None)
 
     @property
     def max_clip_tokens(self) -> int:
@@ -555,7 +574,7 @@ def make_base_inputs(
     sample_noise = make_noise_sampler(params, device)
     latents = sample_noise()  # sampled even if unused, so that later samples match the seed
     latents = latents if initial_latents is None else initial_latents.to(device)
-    if params.sample_solver == "rcm":  # its first sigma is not 1
+    if params.sample_solver == "rcm" or params.starts_from_source:  # the first sigma is not 1
         latents = latents * make_noise_schedule(params).sigmas[0]
     return DenoiseInputs(latents, *contexts, sample_noise=sample_noise)
 

@@ -1,7 +1,12 @@
-"""Text to video: the defaults of `Task`."""
+"""Text to video, or text and a source video to video."""
 
 from __future__ import annotations
 
-from wan.tasks.base import Task
+from wan.tasks.video2video import VideoToVideo
 
-TASK = Task()
+
+class TextToVideo(VideoToVideo):
+    kind = "t2v"
+
+
+TASK = TextToVideo()

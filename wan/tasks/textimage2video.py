@@ -1,4 +1,4 @@
-"""Text to video, or text and a first image to video (ti2v).
+"""Text, and a first image or a source video, to video (ti2v).
 
 Legend: Z latent channels, h w latent height/width, H W pixel ones.
 """
@@ -14,25 +14,20 @@ from wan.media import images
 from wan.settings.presets import Preset
 from wan.settings.rules import Values
 from wan.settings.video_options import Size
-from wan.tasks.base import (
-    DenoiseInputs,
-    Encoders,
-    Inputs,
-    Task,
-    VideoParams,
-    check_nonzero_size,
-)
+from wan.tasks.base import DenoiseInputs, Encoders, Inputs, VideoParams
+from wan.tasks.video2video import VideoToVideo, compute_ti2v_size
 
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
 
-class TextImageToVideo(Task):
+class TextImageToVideo(VideoToVideo):
     kind = "ti2v"
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> Inputs:
-        return Inputs(image=images.read_image_setting(values, "image"))
+        inputs = super().read_inputs(preset, values, required)
+        return replace(inputs, image=images.read_image_setting(values, "image"))
 
     def compute_video_size(self, params: VideoParams) -> Size:
         if params.image_size is None:
@@ -40,7 +35,7 @@ class TextImageToVideo(Task):
         return compute_ti2v_size(params.preset, params.image_size, params.area)
 
     def count_encoded_latents(self, params: VideoParams) -> int:
-        return int(params.image_size is not None)
+        return super().count_encoded_latents(params) or int(params.image_size is not None)
 
     def starts_with_known_frame(self, params: VideoParams, clip: int) -> bool:
         return params.image_size is not None
@@ -48,6 +43,7 @@ class TextImageToVideo(Task):
     def make_denoise_inputs(
         self, params: VideoParams, base: DenoiseInputs, inputs: Inputs, encoders: Encoders
     ) -> DenoiseInputs:
+        base = super().make_denoise_inputs(params, base, inputs, encoders)
         if inputs.image is None:
             return base
         first_frame = make_first_frame(inputs.image, params.video_size)
@@ -69,33 +65,6 @@ class TextImageToVideo(Task):
 
 
 TASK = TextImageToVideo()
-
-
-def compute_ti2v_size(preset: Preset, image: Size, area: int) -> Size:
-    """Computes the size of a ti2v video, which the image is scaled to cover and cropped to.
-
-    As in the official code, there are two candidates of whole tokens within `area`, one with the
-    height rounded first and one with the width; the one closer to the image's aspect ratio is
-    taken, on a tie the first.
-    """
-    multiple, ratio = preset.size_multiple, image[0] / image[1]
-    ideal_width = math.sqrt(area * ratio)
-    ideal_height = area / ideal_width
-
-    def round_down(side: float) -> int:
-        return int(side // multiple * multiple)
-
-    width, height = round_down(ideal_width), round_down(ideal_height)
-    candidates = [(round_down(area / height), height) if height else (0, 0)]
-    candidates.append((width, round_down(area / width)) if width else (0, 0))
-
-    def measure_distortion(candidate: Size) -> float:
-        if not all(candidate):
-            return math.inf
-        candidate_ratio = candidate[0] / candidate[1]
-        return max(ratio / candidate_ratio, candidate_ratio / ratio)
-
-    return check_nonzero_size(image, min(candidates, key=measure_distortion))
 
 
 def make_first_frame(image: Image.Image, size: Size) -> Tensor:

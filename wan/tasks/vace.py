@@ -25,11 +25,17 @@ from wan.tasks.base import (
     Inputs,
     Task,
     VideoParams,
-    check_nonzero_size,
     require_input,
 )
-from wan.tasks.textimage2video import compute_ti2v_size
-from wan.utils.log import logger
+from wan.tasks.video2video import (
+    SourceInputs,
+    check_source_fps,
+    choose_source_fps,
+    compute_source_size,
+    limit_frames,
+    normalize_bytes,
+    read_frames_at_size,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -37,25 +43,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _TRAINED_FPS = 16
-_MIN_FPS, _MAX_FPS = 1, 240  # frames per second, the range of `fps`
 
 
 @dataclass(frozen=True, kw_only=True)
-class VaceInputs(Inputs):
+class VaceInputs(SourceInputs):
     """The inputs of a VACE video.
 
     Attributes:
-        size: (width, height) of the source video; None without one.
-        num_frames: The number of frames of the source video; 0 without one.
-        fps: Frames per second of the source video; None without one.
-        video_reader: Reads frames of the source video.
         mask_reader: Reads frames of the mask; white pixels are generated.
     """
 
-    size: Size | None = None
-    num_frames: int = 0
-    fps: float | None = None
-    video_reader: FrameReader | None = None
     mask_reader: FrameReader | None = None
     reference_images: tuple[Image.Image, ...] = ()
 
@@ -73,9 +70,8 @@ class Vace(Task):
         has_input = any(values.get(name) for name in list_options(VaceOptions))
         remedy = "give `src_video`, `src_ref_images` or both"
         require_input(preset, "needs an input", remedy, has_input or not required)
-        return read_vace_files(
-            values.get("src_video"), values.get("src_mask"), values.get("src_ref_images", ())
-        )
+        video, mask = values.get("src_video"), values.get("src_mask")
+        return read_vace_files(video, mask, values.get("src_ref_images", ()))
 
     def complete_settings(
         self, preset: Preset, values: Values, inputs: Inputs, defaults: Values
@@ -83,22 +79,17 @@ class Vace(Task):
         """Counts reference images, and limits the frames to those of the source video."""
         assert isinstance(inputs, VaceInputs)
         counts = {"num_reference_images": len(inputs.reference_images)}
-        settings = {"frame_num": preset.frame_num} | {**defaults} | {**values}
-        if inputs.video_reader is None or inputs.num_frames >= settings["frame_num"]:
+        if inputs.video_reader is None:
             return counts
-        if "frame_num" in values:
-            why = f"has {inputs.num_frames} frames, and `frame_num` is {values['frame_num']}"
-            remedy = "give a longer one, or a smaller `frame_num`"
-            raise InputError("`src_video`", values["src_video"], why, remedy)
-        return counts | {"frame_num": (inputs.num_frames - 1) // 4 * 4 + 1}
+        return counts | limit_frames(preset, values, inputs, defaults)
 
     def choose_fps(self, params: VideoParams, inputs: Inputs, defaults: Values) -> float:
-        return inputs.fps or params.fps if isinstance(inputs, VaceInputs) else params.fps
+        return choose_source_fps(params, inputs)
 
     def compute_video_size(self, params: VideoParams) -> Size:
         if params.image_size is None:
             return params.size
-        return compute_vace_size(params.preset, params.image_size, params.area)
+        return compute_source_size(params.preset, params.image_size, params.area)
 
     def count_reference_latents(self, params: VideoParams) -> int:
         return params.num_reference_images
@@ -134,16 +125,6 @@ class Vace(Task):
 TASK = Vace()
 
 
-def compute_vace_size(preset: Preset, video: Size, area: int) -> Size:
-    """Computes the size of a VACE video: the source video's, in whole tokens, within `area`."""
-    if video[0] * video[1] > area:
-        return compute_ti2v_size(preset, video, area)
-    multiple = preset.size_multiple
-    return check_nonzero_size(
-        video, (video[0] // multiple * multiple, video[1] // multiple * multiple)
-    )
-
-
 def read_vace_files(
     video: Path | None, mask: Path | None, reference_images: Sequence[str | Path | Image.Image]
 ) -> VaceInputs:
@@ -172,7 +153,7 @@ def read_vace_files(
     if video is None:
         return VaceInputs(reference_images=loaded_images, files=files)
     video_file = read_video(video, "`src_video`")
-    _check_source_fps(video_file)
+    check_source_fps(video_file, _TRAINED_FPS)
     mask_reader: FrameReader | None = None
     if mask is not None:
         mask_reader = partial(read_frames_at, _read_mask_video(mask, video_file))
@@ -187,17 +168,6 @@ def read_vace_files(
         reference_images=loaded_images,
         files=(video, *files),
     )
-
-
-def _check_source_fps(video: VideoFile) -> None:
-    if not _MIN_FPS <= video.fps <= _MAX_FPS:
-        why = f"has {video.fps:g} frames per second, and {_MIN_FPS} to {_MAX_FPS} are allowed"
-        raise InputError("`src_video`", video.path, why, "convert it to 16")
-    if abs(video.fps - _TRAINED_FPS) > 0.01 * _TRAINED_FPS:
-        logger.warning(
-            "%s has %g frames per second; the network was trained with %d: all frames are used.",
-            *(video.path, video.fps, _TRAINED_FPS),
-        )
 
 
 def _read_mask_video(path: Path, video: VideoFile) -> VideoFile:
@@ -228,15 +198,15 @@ def make_vace_context(params: VideoParams, vace_inputs: VaceInputs, encode: Enco
         inactive = reactive = encode(torch.zeros(3, num_frames, *size[::-1]))
     else:
         # The video stays uint8; each part is converted to float32 separately to save memory.
-        video = _read_frames_at_size(vace_inputs.video_reader, num_frames, size).permute(3, 0, 1, 2)
+        video = read_frames_at_size(vace_inputs.video_reader, num_frames, size).permute(3, 0, 1, 2)
         is_reactive_FHW = mask_FHW.bool()
         if vace_inputs.mask_reader is not None:
-            mask_FHW = _read_frames_at_size(vace_inputs.mask_reader, num_frames, size)[
+            mask_FHW = read_frames_at_size(vace_inputs.mask_reader, num_frames, size)[
                 ..., 0
             ].contiguous()
             is_reactive_FHW = mask_FHW > 127
-        inactive = encode(_normalize_bytes(video).mul_(~is_reactive_FHW))
-        reactive = encode(_normalize_bytes(video).mul_(is_reactive_FHW))
+        inactive = encode(normalize_bytes(video).mul_(~is_reactive_FHW))
+        reactive = encode(normalize_bytes(video).mul_(is_reactive_FHW))
         del video, is_reactive_FHW
     mask_channels = fold_mask_to_vace_channels(mask_FHW, inactive.shape[1:]).to(inactive.device)
     context = torch.cat((inactive, reactive, mask_channels))
@@ -257,7 +227,7 @@ def fold_mask_to_vace_channels(mask_FHW: Tensor, latents_fhw: torch.Size) -> Ten
     (frames, height, width), (num_latents, rows, columns) = mask_FHW.shape, latents_fhw
     mask_fHW = mask_FHW[((torch.arange(num_latents) + 0.5) * frames / num_latents).long()]
     if mask_fHW.dtype == torch.uint8:
-        mask_fHW = (_normalize_bytes(mask_fHW) + 1) / 2
+        mask_fHW = (normalize_bytes(mask_fHW) + 1) / 2
     cells = mask_fHW.reshape(num_latents, rows, height // rows, columns, width // columns)
     return cells.permute(2, 4, 0, 1, 3).flatten(0, 1)
 
@@ -279,23 +249,3 @@ def paste_image_on_canvas(image: Image.Image, size: Size) -> Tensor:
         align_corners=False,
     )[0]
     return canvas.unsqueeze(1)
-
-
-def _read_frames_at_size(reader: FrameReader, num_frames: int, size: Size) -> Tensor:
-    """Reads a video's first frames, uint8 [F,H,W,3], scaled to cover (width, height)."""
-    import numpy as np
-    import torch
-    from PIL import Image
-
-    frames_FHW3 = reader(range(num_frames))
-    if frames_FHW3.shape[1:3] != size[::-1]:
-        scaled = (
-            images.scale_and_crop_image(Image.fromarray(frame), size) for frame in frames_FHW3
-        )
-        frames_FHW3 = np.stack([np.asarray(image) for image in scaled])
-    return torch.from_numpy(np.ascontiguousarray(frames_FHW3))
-
-
-def _normalize_bytes(pixels: Tensor) -> Tensor:
-    """Converts uint8 pixels to floats in [-1, 1]."""
-    return pixels.float().div_(255).sub_(0.5).div_(0.5)

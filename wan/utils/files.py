@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -213,7 +214,8 @@ def check_folder(
     while not os.path.lexists(folder):
         missing.append(folder.name)
         folder = folder.parent
-    probe = folder / f".{make_process_name()}-probe"
+    # The service checks requests in several threads at once.
+    probe = folder / f".{make_process_name()}-probe-{threading.get_native_id()}"
     try:
         longest = os.pathconf(folder, "PC_NAME_MAX")
         if any(len(os.fsencode(name)) > longest for name in missing):

@@ -1,0 +1,140 @@
+"""Lists, estimates, and what HTTP requires of answers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.jobs import PROMPT, Jobs, begin_request
+from wan.serve.service import Limits
+
+
+async def test_a_page_goes_on_after_a_video_also_after_a_deleted_one(jobs: Jobs) -> None:
+    ids = [await jobs.create() for _ in range(3)]
+    page = (await jobs.request(f"/v1/videos?after={ids[0]}&order=asc"))[2]
+    assert [video["id"] for video in page["data"]] == ids[1:]
+    await jobs.request(f"/v1/videos/{ids[1]}", method="DELETE")
+    for order, expected in (("desc", ids[0]), ("asc", ids[2])):
+        page = (await jobs.request(f"/v1/videos?after={ids[1]}&order={order}"))[2]
+        assert [video["id"] for video in page["data"]] == [expected]
+    assert (await jobs.request("/v1/videos?after=video_none"))[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"transfer_encoding": "chunked"}, 413),
+        ({"content_length": "600"}, 413),
+        ({"content_length": "60", "host": "evil.example"}, 421),
+    ],
+)
+async def test_a_refused_body_is_read(headers: dict[str, str], status: int, tmp_path: Path) -> None:
+    """Clients that still send see a closed connection instead of the answer."""
+    jobs = Jobs(tmp_path / "jobs", most_bytes=100)
+    parts = (b"x" * 60,) * 10
+    assert (await jobs.request("/v1/videos", parts, **headers))[0] == status
+    assert jobs.num_unread_parts == 0
+    waiting = {"content_length": "600", "expect": "100-continue"}
+    assert (await jobs.request("/v1/videos", parts, **waiting))[0] == 413
+    assert jobs.num_unread_parts == 10
+
+
+async def test_an_estimate_has_a_constant_part(jobs: Jobs) -> None:
+    for steps, seconds in ((1, 12.0), (2, 14.0), (4, 18.0)):
+        name = await jobs.create({"num_inference_steps": steps})
+        jobs.complete(name, seconds)
+    long = jobs.service.find_job(await jobs.create({"num_inference_steps": 40}))
+    assert jobs.service.estimate_seconds(long) == pytest.approx(90)
+    last = jobs.service.find_job(await jobs.create())
+    assert jobs.service.estimate_wait(last) == pytest.approx(90)
+    jobs.service.delete(long)
+    assert jobs.service.estimate_wait(last) == pytest.approx(0)
+
+
+async def test_a_poll_does_not_wait_for_the_disk(jobs: Jobs) -> None:
+    names = [await jobs.create() for _ in range(5)]
+    jobs.complete(names[0])
+    with closing(sqlite3.connect(jobs.folder / "journal.sqlite")) as other:
+        other.execute("BEGIN IMMEDIATE")
+        began = time.monotonic()
+        for path in ("/health", "/metrics", "/v1/videos", *map("/v1/videos/{}".format, names)):
+            await jobs.request(path)
+        assert time.monotonic() - began < 0.5
+        assert jobs.get_state(names[0]) == "completed"
+
+
+async def test_headers_that_http_requires(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs", Limits(), "0123456789abcdef")
+    bearer: dict[str, Any] = {"Authorization": "bearer 0123456789abcdef"}
+    name = await jobs.create(**bearer)
+    video_route = f"/v1/videos/{name}"
+    for path, methods in (("/v1/videos", "GET, HEAD, POST"), (video_route, "DELETE, GET, HEAD")):
+        status, headers, _ = await jobs.request(path, method="PUT", **bearer)
+        assert (status, headers["allow"]) == (405, methods)
+    extra_headers: tuple[dict[str, Any], ...] = ({"Range": "items=0-1"}, {"If_None_Match": '"x"'})
+    for wrong in (None, "Basic 0123456789abcdef", "bearer", "bearer 0123456789abcdeg"):
+        auth_header: dict[str, Any] = {} if wrong is None else {"Authorization": wrong}
+        status, headers, _ = await jobs.request("/v1/models", **auth_header)
+        assert (status, headers["www-authenticate"]) == (401, "Bearer")
+    jobs.complete(name)
+    status, headers, content = await jobs.request(f"{video_route}/content", **bearer)
+    assert (status, content) == (200, b"video")
+    for tags in (headers["etag"], f'"x", W/{headers["etag"]}', "*"):
+        status, _, content = await jobs.request(
+            f"{video_route}/content", If_None_Match=tags, **bearer
+        )
+        assert (status, content) == (304, b"")
+    for extra in extra_headers:
+        assert (await jobs.request(f"{video_route}/content", **extra, **bearer))[2] == b"video"
+
+
+async def test_ranges_of_a_video(jobs: Jobs) -> None:
+    """RFC 9110, 14.2: invalid ranges, and ranges of other methods than GET, are ignored."""
+    name = await jobs.create()
+    jobs.complete(name)
+    path = f"/v1/videos/{name}/content"
+    expected = {
+        "bytes=0-1": (206, b"vi"),
+        "Bytes=-2": (206, b"eo"),
+        "bytes=1-": (206, b"ideo"),
+        "bytes=0-0,9-": (206, b"v"),
+        **dict.fromkeys(
+            ("bytes", "bytes=", "bytes=a-b", "bytes=3-1", "items=0-1"), (200, b"video")
+        ),
+        **dict.fromkeys(("bytes=--1", f"bytes={'9' * 5000}-", "bytes=0"), (200, b"video")),
+    }
+    answers = {}
+    for value in expected:
+        status, _, content = await jobs.request(path, Range=value)
+        answers[value] = status, content
+    assert answers == expected
+    status, headers, answer = await jobs.request(path, Range="bytes=9-,5-6")
+    assert (status, headers["content-range"]) == (416, "bytes */5")
+    assert answer["error"]["code"] == "range_not_satisfiable"
+    status, headers, _ = await jobs.request(path, method="HEAD", Range="bytes=0-1")
+    assert (status, headers["content-length"]) == (200, "5")
+    name, _, task = await begin_request(jobs, "/v1/videos/sync", Range="bytes=0-1")
+    jobs.complete(name)
+    status, _, content = await task
+    assert (status, content) == (200, b"video")
+
+
+async def test_a_large_data_url_in_a_form(tmp_path: Path) -> None:
+    url = f"data:image/png;base64,{base64.b64encode(bytes(2_000_000)).decode()}"
+    part = '--edge\r\nContent-Disposition: form-data; name="{}"\r\n\r\n{}\r\n'
+    form = part.format("prompt", PROMPT) + part.format("input_reference", url) + "--edge--\r\n"
+    jobs = Jobs(tmp_path / "jobs")
+    kind = "multipart/form-data; boundary=edge"
+    status, _, answer = await jobs.request("/v1/videos", form.encode(), Content_Type=kind)
+    assert status == 400 and "input_reference has no effect" in answer["error"]["message"], (
+        answer
+    )  # read, then refused
+    as_json = {"prompt": PROMPT, "input_reference": url}
+    assert (await jobs.request("/v1/videos", json.loads(json.dumps(as_json))))[2] == answer

@@ -1,0 +1,209 @@
+"""Video to video: its sources, its steps, refinement, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import imageio
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import wan
+from tests.conftest import Refusals, Tiny
+from tests.dist import Ranks, make_rank_envs
+from tests.pipelines import resolve_plan
+from tests.refusals import check_refusals, get_refusal
+from tests.tasks.conftest import run_generate
+from tests.tasks.tasks import QUICK, write_moving_box, write_picture
+from tools import make_character, make_sound
+from wan.cli import main as generate
+from wan.media.video_writer import save_latents
+from wan.pipeline.pipeline import Experts
+from wan.serve.rows import ServiceJob
+
+TEN = ["--sample_steps", "10", "--sample_shift", "5", "--size", "64*48"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_moving_box(tmp_path_factory.mktemp("source") / "box.mp4")
+
+
+def write_latents(path: Path, *shape: int) -> Path:
+    save_latents(torch.zeros(shape), path, {})
+    return path
+
+
+def test_frames_and_size_follow_the_source(source: Path, tmp_path: Path) -> None:
+    """By default the size of the source in whole tokens, and its frames down to 4n+1."""
+    odd = write_moving_box(tmp_path / "odd.mp4", (104, 72), 12, 12)
+    latents = write_latents(tmp_path / "x", 16, 4, 20, 30)
+    cases = {
+        ("--src_video", source): (64, 48, 9, 16),
+        ("--src_video", odd): (96, 64, 9, 12),
+        ("--src_video", odd, "--frame_num", 5, "--size", "128*80"): (128, 80, 5, 12),
+        ("--src_video", latents): (240, 160, 13, 16),
+        ("--src_video", latents, "--size", "480*320"): (480, 320, 13, 16),
+        ("--src_video", source, "--task", "ti2v-5B"): (64, 32, 9, 16),
+    }
+    for argv, expected in cases.items():
+        run = resolve_plan(*argv)
+        actual = (*run.params.video_size, run.params.frame_num, run.output.fps)
+        assert actual == expected, argv
+        assert run.params.strength == 0.8 and run.settings["src_video"] == str(argv[1])
+
+
+def test_a_plan_counts_the_steps(source: Path) -> None:
+    """So do the service's estimates."""
+    run = resolve_plan("--src_video", source, "--strength", "0.3")
+    notices = [notice for notice in run.notices if notice.startswith("Video to video")]
+    text = "Video to video: 12 of 40 steps (low_noise), from a noise share (sigma) of 0.837."
+    assert notices == [text]
+    jobs = [ServiceJob(name, {}) for name in ("cut", "all")]
+    jobs[0].set_sizes(run)
+    jobs[1].set_sizes(resolve_plan("--size", "64*48", "--frame_num", 9))
+    assert [job.total for job in jobs] == [12, 40]
+    assert jobs[0].work / jobs[1].work == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("cache", ["steps:0,1,20-30", "mag", "cfg", "attention", "tea"])
+def test_a_step_cache_computes_the_first_step(cache: str, source: Path) -> None:
+    """Its other steps are those of the whole schedule, by their indices in it."""
+    more = ["--step_cache_coefficients", "1,0", "--step_cache_threshold", "2"]
+    argv = ["--step_cache", cache, *(more if cache == "tea" else [])]
+    masks = []
+    for start in (["--src_video", source, "--strength", "0.5"], []):
+        run = resolve_plan(*start, "--size", "64*48", "--frame_num", "9", *argv)
+        assert run.setup.policy is not None
+        run.setup.policy.describe(run.params, sync_branches=False)
+        steps = run.setup.policy.list_steps(run.params, compute_changes=lambda _, t: [1.0] * len(t))
+        assert steps is not None
+        masks.append(steps["uncond"])
+    cut, whole = masks
+    assert cut == ((False,) * 20 + (True,) + whole[21:]) and not all(whole[21:])
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the experts that runs load."""
+    names, get = list[str](), Experts.get
+    monkeypatch.setattr(Experts, "get", lambda self, name: (names.append(name), get(self, name))[1])
+    monkeypatch.setattr(Experts, "prefetch", lambda _, name: names.append(name))
+    return names
+
+
+def test_refining_loads_the_low_noise_expert_only(
+    tiny: Tiny, source: Path, tmp_path: Path, loaded: list[str]
+) -> None:
+    """Kept latents are refined at twice their size; the record has the first sigma."""
+    start = ["--task", "t2v-A14B", "--ckpt_dir", tiny("t2v-A14B"), *QUICK, *TEN[:4]]
+    draft, out = tmp_path / "draft.mp4", tmp_path / "v.mp4"
+    first = [*start, "--src_video", source, "--strength", "0.3", "--frame_num", "5"]
+    assert run_generate(*first, "--save_latents", "--save_file", draft) == 0
+    record = json.loads(draft.with_suffix(".json").read_text())
+    u = 0.9990000128746033 * 0.3
+    assert record["start"] == {"step": 7, "steps": 3, "sigma": pytest.approx(5 * u / (1 + 4 * u))}
+    latents = draft.with_suffix(".latents.safetensors")
+    refined = [*start, "--src_video", latents, "--refine", "--size", "128*96"]
+    assert run_generate(*refined, "--save_file", out) == 0
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert record["start"]["steps"] == 5 and record["settings"]["refine"] is True
+    assert record["video"] == {"frames": 5, "width": 128, "height": 96, "fps": 16}
+    assert set(loaded) == {"low_noise"}
+
+
+def test_the_image_of_ti2v_stays(tiny: Tiny, source: Path) -> None:
+    """Its latent frame is that of a video without a source."""
+    model = wan.WanTI2V("ti2v-5B", tiny("ti2v-5B"))
+    image = imageio.v3.imread(source, index=0)[:32]
+    call = {"img": image, "max_area": 64 * 32, "frame_num": 5, "seed": 1, "sampling_steps": 4}
+    plain = model.generate("x", **call, output_type="latent")
+    changed = model.generate("x", **call, output_type="latent", src_video=str(source), strength=0.5)
+    assert torch.equal(plain[:, 0], changed[:, 0]) and not torch.equal(plain[:, 1], changed[:, 1])
+
+
+BAD = {
+    "no source": ["--strength", "0.5"],
+    "refining nothing": ["--refine"],
+    "no such file": ["--src_video", "nowhere.mp4"],
+    "a folder": ["--src_video", "."],
+    "no video": ["--src_video", "text.mp4"],
+    "an empty file": ["--src_video", "empty.mp4"],
+    "strength zero": ["--src_video", "box.mp4", "--strength", "0"],
+    "strength above 1": ["--src_video", "box.mp4", "--strength", "1.5"],
+    "strength words": ["--src_video", "box.mp4", "--strength", "weak"],
+    "strength nan": ["--src_video", "box.mp4", "--strength", "nan"],
+    "no step left": ["--src_video", "box.mp4", "--strength", "0.2", "--sample_steps", "4"],
+    "no low-noise step": [
+        *("--src_video", "box.mp4", "--refine", "--sample_steps", "4", "--boundary_step", "4"),
+    ],
+    "s2v": ["--task", "s2v-14B", "--image", "a.png", "--audio", "a.wav", "--src_video", "box.mp4"],
+    "animate": ["--task", "animate-14B", "--src_root_path", "moves", "--src_video", "box.mp4"],
+    "i2v": ["--task", "i2v-A14B", "--image", "a.png", "--src_video", "box.mp4"],
+    "strength of vace": ["--task", "vace-1.3B", "--src_video", "box.mp4", "--strength", "0.5"],
+    "refining with one network": ["--task", "ti2v-5B", "--src_video", "box.mp4", "--refine"],
+    "too few frames": ["--src_video", "box.mp4", "--frame_num", "13"],
+    "fewer latents": ["--src_video", "x.safetensors", "--frame_num", "13"],
+    "latents of another VAE": ["--task", "ti2v-5B", "--src_video", "x.safetensors"],
+    "weights": ["--src_video", "weights.safetensors"],
+    "truncated latents": ["--src_video", "short.safetensors"],
+    "fixed latents": ["--src_video", "box.mp4", "--fixed_latents", "x.safetensors"],
+    "traced before": [
+        *("--src_video", "box.mp4", "--strength", "0.5", "--trace", "trace", "--trace_steps", "0"),
+    ],
+    "cached": ["--src_video", "box.mp4", "--strength", "0.1", "--step_cache", "first_block"],
+    "size": ["--src_video", "box.mp4", "--size", "100*100"],
+    "decoded": ["--decode_latents", "x.safetensors", "--strength", "0.5"],
+}
+
+
+def test_bad_input(
+    refusals: Refusals, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "box.mp4").symlink_to(source)
+    (tmp_path / "text.mp4").write_text("no video")
+    (tmp_path / "empty.mp4").touch()
+    write_picture(tmp_path / "a.png")
+    make_sound.write_wav(tmp_path / "a.wav", 1.0)
+    make_character.write_character_folder(tmp_path / "moves", (48, 32), 8)
+    latents = write_latents(tmp_path / "x.safetensors", 16, 2, 8, 8).read_bytes()
+    (tmp_path / "short.safetensors").write_bytes(latents[:-100])
+    save_file({"weight": torch.zeros(2)}, tmp_path / "weights.safetensors")
+    refusals("video to video", BAD)
+
+
+def test_bad_input_in_python(tiny: Tiny, source: Path) -> None:
+    model = wan.WanT2V("t2v-A14B", tiny("t2v-A14B"))
+    calls = {
+        "no source": {"strength": 0.5},
+        "strength": {"src_video": str(source), "strength": 2},
+        "no step": {"src_video": str(source), "strength": 0.1, "sampling_steps": 4},
+        "too long": {"src_video": str(source), "frame_num": 13},
+    }
+    check_refusals(
+        "video to video in Python",
+        {name: get_refusal(model.generate, "x", **call) for name, call in calls.items()},
+    )
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_ranks_and_modes_make_the_same_latents(tiny: Tiny, source: Path, tmp_path: Path) -> None:
+    """Equal bits for all modes on a number of ranks; equal to rounding on another number."""
+    start = ["--task", "t2v-A14B", "--ckpt_dir", str(tiny("t2v-A14B")), *QUICK, *TEN]
+    start += ["--frame_num", "5", "--src_video", str(source), "--strength", "0.6", "--save_latents"]
+    latents: dict[tuple[int, int], torch.Tensor] = {}
+    for world_size, mode in ((1, 0), (2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 2)):
+        out = tmp_path / f"{world_size}-{mode}.mp4"
+        parallel = ["--ulysses_size", str(world_size), "--comm_type", str(mode)]
+        argv = [*start, *(parallel if world_size > 1 else []), "--save_file", str(out)]
+        with Ranks(make_rank_envs(world_size), generate.main, argv) as ranks:
+            assert ranks.wait_for_exit(300) == [0] * world_size, ranks.format_outputs()
+        file = out.with_suffix(".latents.safetensors")
+        latents[world_size, mode] = load_file(file)["latents"]
+    for (world_size, _), result in latents.items():
+        assert torch.equal(result, latents[world_size, 0])
+        assert (result - latents[1, 0]).abs().max() < 1e-4
