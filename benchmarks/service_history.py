@@ -26,7 +26,7 @@ from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
 from wan.settings.values import integer
 
-_QUEUED = 50  # queued videos; earlier versions read the whole history for each
+_QUEUED = 100  # queued videos; earlier versions read the whole history for each
 
 
 async def fill_journal(folder: Path, videos: int) -> None:

@@ -1,12 +1,17 @@
-"""Run a mixed load with random cancels and kills on `python -m wan.serve`, and check its journal.
+"""Run a mixed load with random kills on `python -m wan.serve`, and check everything it has left.
 
     python -m benchmarks.service_soak --minutes 30 --seed 1 --json results/service_soak.json
-    python -m benchmarks.service_soak --jobs 200 --kill_every 0
+    python -m benchmarks.service_soak --minutes 10 --kill_every 0
 
-Requests differ in frames, steps and seed; some are sent twice, some are deleted. About every
-`--kill_every` seconds a rank or the front end is killed, or the service is stopped and started. At
-the end the queue drains, and the journal must list every request: a job is completed with a full
-video, or failed, or deleted without files, and equal requests have equal frames. The program exits
+Seeded clients (`benchmarks.service_clients`) create videos with and without LoRAs, previews and
+webhooks, poll, list, delete and remix them, wait for them, listen to their events, download them
+and send bad requests. About every `--kill_every` seconds a rank or the front end is killed, or the
+service is stopped and started. The webhooks' receiver fails every third time. Completed videos
+move to a folder as their store.
+
+At the end the queue drains. Then the journal must have every job that a client was told of:
+completed with a whole video in the store, failed, or deleted without files; equal requests have
+equal frames; each end was delivered to its webhook, those of a job in order. The program exits
 with 1 if anything is wrong.
 """
 
@@ -16,170 +21,299 @@ import argparse
 import collections
 import contextlib
 import hashlib
+import itertools
 import os
 import random
+import re
 import signal
 import sqlite3
+import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import CPU, results_file, write_json
+from benchmarks.service_clients import Ledger, SeededClient
+from benchmarks.video_loras import write_loras
+from tests.serve.receiver import Receiver
 from tests.serve.serving import ServiceProcess
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
 from wan.media.video_reader import read_video
+from wan.serve.folders import STORED_FILES
 from wan.settings.values import integer, real
 
+_SECRET = "secret of the load"
+_ANSWERS = (200, 200, 500, 200, 200, 0)  # of the receiver; 0: none
+_SAMPLE_SECONDS = 5.0  # between two measurements of memory
+_DRAIN_SECONDS = 600.0
+_START_SECONDS = 600.0  # other programs may use all cores
+_LOCAL_SECONDS = 15.0  # after which a stored video is no longer on the local disk
 
-def run_load(served: ServiceProcess, options: argparse.Namespace) -> dict[str, Any]:
-    """Sends requests, cancels and kills until the limit of time or jobs is reached."""
+
+def start_service(work: Path, ranks: int) -> ServiceProcess:
+    """Starts the service with two LoRAs, webhooks and a store, in a folder."""
+    loras, secret = work / "loras", work / "secret"
+    loras.mkdir()
+    write_loras(loras, 4)
+    secret.write_text(_SECRET)
+    options = ["--lora_folder", loras, "--webhook_secret_file", secret, "--store", work / "store"]
+    options += ["--webhook_hosts", "localhost", "--webhook_hosts", "127.0.0.0/8"]
+    return ServiceProcess(work / "jobs", ranks, options)
+
+
+def run_load(
+    served: ServiceProcess, hook: str, options: argparse.Namespace
+) -> tuple[Ledger, dict[str, Any]]:
+    """Runs the clients, and kills processes, until the limit of time or jobs is reached.
+
+    Returns:
+        What the clients know, and the memory over time and the numbers of kills.
+    """
     chance, start = random.Random(options.seed), time.monotonic()
-    requests: dict[str, tuple[int, int, int]] = {}
-    actions: collections.Counter[str] = collections.Counter()
-    memory: list[int] = []
-    next_kill = start + (options.kill_every or float("inf"))
-    while len(requests) < options.jobs and time.monotonic() - start < 60 * options.minutes:
-        with contextlib.suppress(OSError, AssertionError):
-            if served.health().get("queued", 9) < 4:
-                key = (chance.choice((5, 9, 17)), chance.choice((2, 4)), chance.randrange(3))
-                fields = {"num_frames": key[0], "num_inference_steps": key[1], "seed": key[2]}
-                name = f"{len(requests)}-{chance.randrange(10**9)}"
-                for _ in range(2 if chance.random() < 0.1 else 1):
-                    status, _, job = served.request(
-                        "/v1/videos", {"prompt": "a red star"} | fields, Idempotency_Key=name
-                    )
-                    actions[f"POST {status}"] += 1
-                    if status == 200:
-                        requests[job["id"]] = key
-                if requests and chance.random() < 0.15:
-                    status, *_ = served.request(f"/v1/videos/{[*requests][-1]}", method="DELETE")
-                    actions[f"DELETE {status}"] += 1
-            if len(requests) % 20 == 5:
-                memory.append(_read_resident_bytes(served))
+    ledger, finished = Ledger(), threading.Event()
+    threads = [
+        threading.Thread(target=client.run, args=(finished,), daemon=True)
+        for client in (
+            SeededClient(served, ledger, hook, f"{options.seed}-{number}", options.jobs)
+            for number in range(options.clients)
+        )
+    ]
+    kills: collections.Counter[str] = collections.Counter()
+    memory: list[tuple[float, float, list[float]]] = []
+    for thread in threads:
+        thread.start()
+    next_kill, shown = start + (options.kill_every or float("inf")), 0
+    while len(ledger.wanted) < options.jobs and time.monotonic() - start < 60 * options.minutes:
+        for sentence in ledger.wrong[shown:]:
+            print(f"wrong: {sentence}", flush=True)
+            shown += 1
+        megabytes = _read_resident_megabytes(served)
+        if len(megabytes) == 1 + options.ranks:
+            memory.append((round(time.monotonic() - start, 1), megabytes[0], megabytes[1:]))
         if time.monotonic() > next_kill:
+            target = chance.choice(("rank", "rank", "front", "stop"))
+            _disturb_service(served, target, kills, chance)
             next_kill = time.monotonic() + options.kill_every * chance.uniform(0.5, 1.5)
-            _disturb_service(
-                served, chance.choice(("rank", "rank", "front", "stop")), actions, chance
-            )
-        time.sleep(0.05)
-    served.wait(lambda: not (_has_open_jobs(served.health())), 300)
-    memory.append(_read_resident_bytes(served))
-    return {"did": dict(actions), "asked": requests, "resident_bytes": memory}
+        time.sleep(min(_SAMPLE_SECONDS, max(next_kill - time.monotonic(), 0.05)))
+    finished.set()
+    for thread in threads:
+        thread.join(300)
+        if thread.is_alive():
+            ledger.wrong.append("a client has not ended")
+    served.wait(lambda: _is_drained(served), _DRAIN_SECONDS)
+    time.sleep(_LOCAL_SECONDS)
+    if count := served.count_tracebacks():
+        kills["tracebacks"] += count
+    return ledger, {"kills": dict(kills), "memory": memory}
 
 
-def _has_open_jobs(health: dict[str, Any]) -> bool:
-    return health.get("status") != "ok" or health["queued"] > 0 or health["running"] > 0
+def _is_drained(served: ServiceProcess) -> bool:
+    """Whether no job, webhook or upload is left."""
+    health = served.health()
+    if health.get("status") != "ok" or health["queued"] or health["running"]:
+        return False
+    text = served.request("/metrics")[2].decode()
+    waiting = re.findall(r"^wan_(?:webhooks|store)_waiting (\S+)$", text, re.MULTILINE)
+    return [float(number) for number in waiting] == [0.0, 0.0]
 
 
 def _disturb_service(
-    served: ServiceProcess, target: str, actions: collections.Counter[str], chance: random.Random
+    served: ServiceProcess, target: str, kills: collections.Counter[str], chance: random.Random
 ) -> None:
-    actions[f"killed: {target}"] += 1
+    kills[target] += 1
     if target == "rank":
         ranks = served.list_rank_pids()
         with contextlib.suppress(OSError, IndexError):
             os.kill(chance.choice(ranks), signal.SIGKILL)
         return
+    kills["tracebacks"] += served.count_tracebacks()
     if target == "front":
         served.kill()
     elif served.stop():
-        actions["stopped with an error"] += 1
-    served.start()
+        kills["stopped with an error"] += 1
+    served.start(_START_SECONDS)
 
 
-def _read_resident_bytes(served: ServiceProcess) -> int:
-    """Returns the resident bytes of the front end and all ranks."""
-    total = 0
+def _read_resident_megabytes(served: ServiceProcess) -> list[float]:
+    """Returns the resident megabytes of the front end and of each rank."""
+    megabytes = []
     for pid in (served.front.pid, *served.list_rank_pids()):
         with contextlib.suppress(OSError):
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-            total += pages * os.sysconf("SC_PAGE_SIZE")
-    return total
+            megabytes.append(round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1))
+    return megabytes
 
 
-def check_journal(
-    folder: Path, requests: dict[str, tuple[int, int, int]]
-) -> tuple[dict[str, int], list[str]]:
-    """Returns the counts of the jobs' final states, and the errors found."""
-    rows = sqlite3.connect(folder / "journal.sqlite").execute(
-        "SELECT id, state, attempt, frames, error FROM jobs"
+def summarize_memory(
+    memory: Sequence[tuple[float, float, list[float]]],
+) -> dict[str, list[float]]:
+    """Returns the median megabytes of the front end and of a rank in each quarter of the time."""
+    quarters: list[list[tuple[float, float]]] = [[], [], [], []]
+    for seconds, front, ranks in memory:
+        number = min(int(4 * seconds / memory[-1][0]), 3) if memory[-1][0] else 0
+        quarters[number].append((front, statistics.mean(ranks)))
+    return {
+        name: [statistics.median(pair[i] for pair in quarter) for quarter in quarters if quarter]
+        for i, name in enumerate(("front", "rank"))
+    }
+
+
+def check_journal(work: Path, ledger: Ledger) -> tuple[dict[str, int], list[str]]:
+    """Returns the counts of the jobs' ends, and the errors found."""
+    rows = sqlite3.connect(work / "jobs" / "journal.sqlite").execute(
+        'SELECT id, state, attempt, frames, error, "key" FROM jobs'
     )
     ends: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
-    digests: dict[tuple[int, int, int], set[str]] = collections.defaultdict(set)
-    journaled = set()
-    for name, state, attempt, frames, error in rows:
+    digests: dict[tuple[Any, ...], set[str]] = collections.defaultdict(set)
+    journaled, unknown = set(), 0
+    for name, state, attempt, frames, error, key in rows:
         journaled.add(name)
-        ends[f"{state}, attempt {attempt}"] += 1
-        job_folder = folder / "jobs" / name
-        files = {path.name for path in job_folder.iterdir()} if job_folder.exists() else set()
+        ends[f"{state}, attempt {attempt}" if state != "deleted" else state] += 1
+        local, stored = (
+            _list_files(work / "jobs" / "jobs" / name),
+            _list_files(work / "store" / name),
+        )
+        if name not in ledger.wanted:  # of a client that left
+            unknown += state == "deleted"
+            if state != "deleted" and key not in ledger.abandoned:
+                wrong.append(f"{name} was never asked for")
+        elif (state == "deleted") != (name in ledger.deleted):
+            wrong.append(f"{name} is {state}; deleted by a client: {name in ledger.deleted}")
         if state == "completed":
-            if files != {"video.mp4", "video.json"}:
-                wrong.append(f"{name} has {files}")
+            is_local = {"video.json"} <= local <= {"video.json", "video.preview.jpg"}
+            if not is_local or stored != {*STORED_FILES}:
+                wrong.append(f"{name} has {local}, and {stored} in the store")
                 continue
-            frame_bytes = [
-                frame.tobytes()
-                for frame in read_video(job_folder / "video.mp4", "video").iter_frames()
-            ]
-            if len(frame_bytes) != frames:
-                wrong.append(f"{name} has {len(frame_bytes)} frames, not {frames}")
-            digests[requests[name]].add(hashlib.sha256(b"".join(frame_bytes)).hexdigest())
-        elif state == "failed":
-            ends[str(error)] += 1
-            if files:
-                wrong.append(f"{name} has failed and has {files}")
-        elif state == "deleted":
-            if files:
-                wrong.append(f"{name} is deleted and has {files}")
-        else:
+            count, digest = _hash_frames(work / "store" / name / "video.mp4")
+            if count != frames:
+                wrong.append(f"{name} has {count} frames, not {frames}")
+            if name in ledger.wanted:
+                digests[ledger.wanted[name].content].add(digest)
+        elif state not in ("failed", "deleted"):
             wrong.append(f"{name} is {state}")
-    wrong += [f"{name} is not in the journal" for name in requests.keys() - journaled]
+        elif local or stored:
+            wrong.append(f"{name} is {state} and has {local}, and {stored} in the store")
+        if state == "failed":
+            ends[str(error)] += 1
+    lost = len(ledger.wanted.keys() - journaled)
+    wrong += [f"{lost} jobs are lost"] if lost else []
+    if unknown > len(ledger.abandoned):
+        wrong.append(f"{unknown} unknown jobs are deleted, {len(ledger.abandoned)} clients left")
     wrong += [
         f"{len(videos)} videos of {key}" for key, videos in digests.items() if len(videos) > 1
     ]
-    return dict(ends), wrong
+    if len({*itertools.chain(*digests.values())}) < len(digests):
+        wrong.append("different requests have equal frames")
+    return dict(ends) | {"lost": lost}, wrong
+
+
+def _list_files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+def _hash_frames(path: Path) -> tuple[int, str]:
+    """Returns the number of frames of a video, and a digest of them."""
+    frames = [frame.tobytes() for frame in read_video(path, "video").iter_frames()]
+    return len(frames), hashlib.sha256(b"".join(frames)).hexdigest()
+
+
+def check_webhooks(
+    work: Path, ledger: Ledger, receiver: Receiver
+) -> tuple[dict[str, int], list[str]]:
+    """Returns the counts of the webhooks' events, and the errors found."""
+    rows = sqlite3.connect(work / "jobs" / "journal.sqlite").execute("SELECT id, state FROM jobs")
+    states = dict(rows)
+    accepted: dict[str, list[str]] = collections.defaultdict(list)
+    for kind, name in receiver.list_events(only_accepted=True):
+        accepted[name].append(kind.removeprefix("video."))
+    missing = [
+        name
+        for name, wanted in ledger.wanted.items()
+        if wanted.has_webhook and (accepted[name] or [""])[-1] != states.get(name)
+    ]
+    disordered = [
+        name
+        for name, kinds in accepted.items()
+        if kinds != sorted(kinds, key="deleted".__eq__) or len({*kinds} - {"deleted"}) > 1
+    ]
+    unasked = [
+        name
+        for name, kinds in accepted.items()
+        if kinds and (name in ledger.wanted and not ledger.wanted[name].has_webhook)
+    ]
+    counts = {
+        "requests": len(receiver.received),
+        "accepted": len(receiver.accepted),
+        "events": sum(len({*kinds}) for kinds in accepted.values()),
+        "missing": len(missing),
+        "out of order": len(disordered),
+    }
+    wrong = [f"{name}: {states.get(name)}, events {accepted[name]}" for name in missing]
+    wrong += [f"{name}: the order is {accepted[name]}" for name in disordered]
+    return counts, wrong + [f"{name} has a webhook that nobody asked for" for name in unasked]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the load, and prints the states of the jobs and the errors."""
+    """Runs the load, and prints the ends of the jobs, the memory and the errors."""
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--minutes", type=make_argument_type(real(0, 1e5, exclude_min=True)), default=30
-    )
-    parser.add_argument(
+    add, count = parser.add_argument, make_argument_type(integer(1, 64))
+    add("--minutes", type=make_argument_type(real(0, 1e5, exclude_min=True)), default=30)
+    add(
         "--jobs",
         type=make_argument_type(integer(1, 10_000_000)),
         default=10**6,
-        help="maximum number of requests",
+        help="maximum number of jobs",
     )
-    parser.add_argument("--seed", type=make_argument_type(integer(0, 4_294_967_295)), default=1)
-    parser.add_argument("--ranks", type=make_argument_type(integer(1, 64)), default=2)
-    parser.add_argument(
+    add("--seed", type=make_argument_type(integer(0, 4_294_967_295)), default=1)
+    add("--ranks", type=count, default=2)
+    add("--clients", type=count, default=6)
+    add(
         "--kill_every",
         type=make_argument_type(real(0, 1e6)),
         default=45,
         help="mean seconds between kills; 0: none (45)",
     )
-    parser.add_argument("--json", type=results_file)
+    add("--json", type=results_file)
     options = parser.parse_args(argv)
+    receiver = Receiver()
+    receiver.statuses = itertools.cycle(_ANSWERS)
     with tempfile.TemporaryDirectory() as folder:
-        served = ServiceProcess(Path(folder) / "jobs", options.ranks)
+        work = Path(folder)
+        served = start_service(work, options.ranks)
         try:
-            figures = run_load(served, options)
+            ledger, figures = run_load(served, receiver.url, options)
         finally:
             served.stop()
-        requests = figures.pop("asked")
-        ends, wrong = check_journal(served.folder, requests)
-    memory = [n for n in figures["resident_bytes"] if n]
-    print(f"{len(requests)} jobs; {figures['did']}")
-    print(f"ends: {ends}")
-    print(f"resident MB: {[round(n / 1e6) for n in memory]}")
+        ends, wrong = check_journal(work, ledger)
+        hooks, wrong_hooks = check_webhooks(work, ledger, receiver)
+    wrong += ledger.wrong + wrong_hooks
+    kills = figures["kills"]
+    wrong += [f"{kills[k]} {k}" for k in ("tracebacks", "stopped with an error") if kills.get(k)]
+    polls = sorted(ledger.poll_ms)
+    poll_ms = {
+        f"{100 * part:g}%": round(polls[int(part * (len(polls) - 1))], 1)
+        for part in (0.5, 0.99, 1.0)
+        if polls
+    }
+    summary = {
+        "jobs": len(ledger.wanted),
+        "ends": ends,
+        "kills": kills,
+        "requests": dict(sorted(ledger.counts.items())),
+        "webhooks": hooks,
+        "poll_ms": poll_ms,
+        "megabytes": summarize_memory(figures["memory"]),
+    }
+    for name, value in summary.items():
+        print(f"{name}: {value}")
     print(f"wrong: {wrong or 'nothing'}")
-    write_json(options.json, CPU, [figures | {"jobs": len(requests), "ends": ends, "wrong": wrong}])
+    write_json(options.json, CPU, [summary | {"wrong": wrong, "memory": figures["memory"]}])
     return 1 if wrong else 0
 
 

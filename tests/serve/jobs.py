@@ -131,9 +131,9 @@ class Jobs:
 
         await self.app(scope, receive, send)
         self.num_unread_parts = sum(1 for _ in requests)
-        start, *parts = messages
+        start, *answers = messages
         response_headers = {name.decode(): value.decode() for name, value in start["headers"]}
-        answer = b"".join(part.get("body", b"") for part in parts)
+        answer = b"".join(part.get("body", b"") for part in answers)
         is_json = response_headers.get("content-type") == "application/json"
         return start["status"], response_headers, json.loads(answer) if is_json else answer
 

@@ -105,11 +105,11 @@ class ServiceProcess:
         self._descriptors = descriptors
         self.start()
 
-    def start(self) -> None:
+    def start(self, seconds: float = 120) -> None:
         """Starts the front, and waits until its ranks are ready."""
         self._front = Ranks([self._environment], _run_front, self._argv, self._descriptors)
         self.front = self._front.processes[0]
-        self.wait(lambda: self.health().get("status") == "ok", 120)
+        self.wait(lambda: self.health().get("status") == "ok", seconds)
 
     def __enter__(self) -> ServiceProcess:
         return self
@@ -125,6 +125,10 @@ class ServiceProcess:
             assert self.front.is_alive(), f"the front has ended\n{self.read_logs()}"
             assert time.monotonic() < deadline, f"waited {seconds} s\n{self.read_logs()}"
             time.sleep(0.05)
+
+    def count_tracebacks(self) -> int:
+        """Returns the number of tracebacks in the output of the front since its last start."""
+        return self._front.texts[0].count("Traceback")
 
     def read_logs(self) -> str:
         """Returns the last lines of the output of the front and of the log of the ranks."""

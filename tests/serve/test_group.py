@@ -50,6 +50,12 @@ def make(job, settings, file):
     if what == "lose memory":
         front.send("lost", code="out_of_memory", message="No memory is left.")
         os._exit(4)
+    if what == "lose a peer":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.kill(int((folder / "pid1").read_text()), signal.SIGKILL)
+        time.sleep(0.3)  # so long a collective waits, and then raises an error
+        front.send("lost", code="internal_error", message="Connection closed by peer")
+        os._exit(1)
     if what == "be deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(1000)
@@ -71,6 +77,7 @@ assert sys.argv[1:] == [*ARGV, str(folder / "front.json")], sys.argv
 rpc.HEARTBEAT = 0.1
 run_both()
 rank = int(os.environ["RANK"])
+(folder / f"pid{rank}").write_text(str(os.getpid()))
 front = rpc.FrontLink(rpc.read_front_file(folder / "front.json"), rank, 0)
 front.send("ready")
 while True:
@@ -193,12 +200,16 @@ async def make_and_cancel(jobs: Jobs) -> None:
 async def lose(jobs: Jobs) -> None:
     """A job is retried once, but not if it ran out of memory."""
     expected = {"die": ("failed", "ranks_lost", MAX_ATTEMPTS), "well": ("completed", None, 1)}
-    expected |= {"lose memory": ("failed", "out_of_memory", 1), "at last": ("completed", None, 1)}
+    expected |= {"lose memory": ("failed", "out_of_memory", 1)}
+    expected |= {"lose a peer": ("failed", "ranks_lost", MAX_ATTEMPTS)}
+    expected |= {"at last": ("completed", None, 1)}
     names = {prompt: await jobs.create({"prompt": prompt}) for prompt in expected}
     outcomes = {prompt: await wait_for_end(jobs, name) for prompt, name in names.items()}
-    assert outcomes == expected and jobs.service.rank_group.restarts == 3
+    assert outcomes == expected and jobs.service.rank_group.restarts == 5
     error = (await jobs.request(f"/v1/videos/{names['lose memory']}"))[2]["error"]
     assert "No memory is left. The estimated need is" in error["message"]
+    error = (await jobs.request(f"/v1/videos/{names['lose a peer']}"))[2]["error"]
+    assert error["message"] == "Rank 1 has ended unexpectedly."
 
 
 async def fail_to_start(jobs: Jobs) -> None:

@@ -181,9 +181,12 @@ async def test_who_waits_gets_the_video_until_the_service_stops(jobs: Jobs) -> N
     expected |= {"x-stage-durations": json.dumps(RECORD["seconds"]), "x-peak-memory-mb": "5.0"}
     assert (status, answer) == (200, b"video")
     assert {key: headers[key] for key in expected} == expected
-    await jobs.service.stop()
-    status, headers, answer = await jobs.request("/v1/videos", {"prompt": PROMPT})
-    assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "stopping", "30")
+    name, _, task = await begin_request(jobs, "/v1/videos/sync")
+    jobs.service.begin_stop()
+    for answering in (task, jobs.request("/v1/videos", {"prompt": PROMPT})):
+        status, headers, answer = await answering
+        assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "stopping", "30")
+    assert jobs.get_state(name) == "queued"
     assert (await jobs.request("/health"))[2]["status"] == "stopping"
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -444,8 +445,15 @@ def test_stopped_with_jobs(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path / "jobs", 2) as served:
         ids = [served.create(seed=7, num_inference_steps=n) for n in (30, 2, 2)]
         served.wait(lambda: has_finished_steps(served, ids[0]))
-        start = time.monotonic()
-        assert served.stop() == 0 and time.monotonic() - start < 15 and not served.list_rank_pids()
+        with ThreadPoolExecutor() as threads:
+            waiting = threads.submit(served.request, "/v1/videos/sync", {"prompt": PROMPT})
+            events = threads.submit(served.request, f"/v1/videos/{ids[0]}/events")
+            served.wait(lambda: served.health()["queued"] == 3)
+            start = time.monotonic()
+            assert served.stop() == 0 and time.monotonic() - start < 15
+        assert not served.list_rank_pids() and not served.count_tracebacks(), served.read_logs()
+        assert waiting.result()[2]["error"]["code"] == "stopping"
+        assert b"event: step" in events.result()[2]
         assert not [*(tmp_path / "jobs" / "jobs" / ids[0]).iterdir()]
         served.start()
         ended = [served.wait_for_video(video) for video in ids]

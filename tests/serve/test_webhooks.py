@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
+import sqlite3
 from collections.abc import Iterator
-from contextlib import asynccontextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 
 from tests.refusals import check_refusals
 from tests.serve.jobs import Jobs
+from tests.serve.receiver import Receiver
 from wan.serve import retries, webhooks
 from wan.serve.service import Limits
 from wan.serve.webhook_hosts import WebhookHosts, read_url, read_webhook_host
@@ -23,46 +23,6 @@ from wan.serve.webhooks import Webhooks
 from wan.settings.errors import InputError
 
 SECRET = "whsec_" + "c2VjcmV0IG9mIHRoZSB0ZXN0cw=="
-
-
-class Receiver(ThreadingHTTPServer):
-    """Receives webhooks in a thread.
-
-    Attributes:
-        statuses: Statuses of the next answers, 200 after them; 0: no answer.
-        received: Headers and body of each request.
-    """
-
-    def __init__(self) -> None:
-        self.statuses: Iterator[int] = iter(())
-        self.received: list[tuple[dict[str, str], bytes]] = []
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://localhost:{self.server_port}/hook?token=private"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def list_events(self) -> list[tuple[str, str]]:
-        """Returns the type and the job of each event."""
-        events = [json.loads(body) for _, body in self.received]
-        return [(event["type"], event["data"]["id"]) for event in events]
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Receiver
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        status = next(self.server.statuses, 200)
-        self.server.received.append((dict(self.headers.items()), body))
-        if status:
-            self.send_response(status)
-            self.send_header("location", "/elsewhere")
-            self.end_headers()
-            self.wfile.write(b"x" * 100_000 * (len(self.server.received) % 2))
-
-    def do_GET(self) -> None:
-        raise AssertionError("a redirect was followed")
-
-    def log_message(self, *_: Any) -> None: ...
 
 
 @pytest.fixture
@@ -239,6 +199,23 @@ async def test_many_jobs(num_jobs: int, tmp_path: Path, receiver: Receiver) -> N
         assert kinds == ["video.completed", *deleted]
     print(f"{len(events)} requests for {num_jobs * 3 // 2} events")
     assert len(events) >= num_jobs * 2
+
+
+async def test_only_recorded_ends_are_sent(tmp_path: Path, receiver: Receiver) -> None:
+    """A service that is killed and restarted would contradict an end that is not on disk."""
+    jobs = make_jobs(tmp_path / "jobs")
+    name = await jobs.create({"webhook_url": receiver.url})
+    path = jobs.folder / "journal.sqlite"
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        jobs.complete(name)
+        async with delivering(jobs):
+            await asyncio.sleep(0.5)
+            assert receiver.received == []
+            jobs.service.delete(jobs.service.find_job(name))
+            other.execute("ROLLBACK")
+            await wait_until_delivered(jobs)
+    assert receiver.list_events() == [("video.deleted", name)]
 
 
 async def test_names_are_resolved_at_each_delivery(

@@ -44,7 +44,7 @@ NUMBERS = {  # module -> options with a number | other required arguments
     "benchmarks.service": "--rounds --videos",
     "benchmarks.service_connections": "--connections --seconds",
     "benchmarks.service_history": "--videos --rounds",
-    "benchmarks.service_soak": "--minutes --jobs --seed --ranks --kill_every",
+    "benchmarks.service_soak": "--minutes --jobs --seed --ranks --clients --kill_every",
     "benchmarks.step_cache": "--ranks --grid --rounds",
     "benchmarks.trace_overhead": "--tokens --heads --layers --rounds",
     "benchmarks.traffic": "--ranks",

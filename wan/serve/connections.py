@@ -359,12 +359,25 @@ class LimitedSocket(socket.socket):
         self._burst = 0
 
 
-def make_server(app: _App, connections: Connections) -> uvicorn.Server:
+class _Server(uvicorn.Server):
+    """A server that tells its application when it begins to stop, before it waits for requests."""
+
+    on_stop: Callable[[], None]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.on_stop()
+        await super().shutdown(sockets)
+
+
+def make_server(
+    app: _App, connections: Connections, on_stop: Callable[[], None] = lambda: None
+) -> uvicorn.Server:
     """Returns the HTTP server of an application.
 
     Args:
         app: The application.
         connections: Limits its connections; the sockets come from `open_sockets`.
+        on_stop: Called when a signal stops the server; the requests have 5 seconds left then.
     """
     config = uvicorn.Config(
         connections.wrap_app(app),
@@ -378,7 +391,9 @@ def make_server(app: _App, connections: Connections) -> uvicorn.Server:
         proxy_headers=False,  # `Guard` reads them, from --trusted_proxy only
     )
     _limit_library_logs()
-    return uvicorn.Server(config)
+    server = _Server(config)
+    server.on_stop = on_stop
+    return server
 
 
 def compute_max_connections(ranks: int) -> int:

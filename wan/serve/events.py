@@ -103,6 +103,8 @@ class JobEvents:
                     yield text
                 if events:
                     continue  # the job may have changed while the client read
+                if self._service.stopping:  # the client connects again
+                    return
                 with suppress(TimeoutError):
                     async with asyncio.timeout(HEARTBEAT_SECONDS):
                         await self._service.wait_for_change()

@@ -289,6 +289,9 @@ class RankGroup:
         except (OSError, ValueError, asyncio.IncompleteReadError):
             pass
         finally:
+            if rank is not None and self._links.get(rank) is writer and self._reason is None:
+                # The error that a collective raises in the other ranks is only its consequence.
+                self._reason = "ranks_lost", f"Rank {rank} has ended unexpectedly."
             self._connections.remove(connection)
             writer.close()
 

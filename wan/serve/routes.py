@@ -332,7 +332,7 @@ class Routes:
             is_existing: An earlier request created the job.
 
         Raises:
-            RefusedError: The job failed.
+            RefusedError: The job failed, or the service stops.
             ClientDisconnect: The client has disconnected.
         """
         with self._service.waiters.wait(job, is_existing) as note_disconnect:
@@ -340,6 +340,7 @@ class Routes:
                 current = self._service.find_job(job.id)
                 if current.is_ended:
                     break
+                self._service.refuse_when_stopping()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_SECONDS):
                         await self._service.wait_for_change()

@@ -193,7 +193,7 @@ def serve_requests(
     port = sockets[0].getsockname()[1]
     host = f"[{options.host}]" if ":" in options.host else options.host
     logger.info("Serving %s at http://%s:%d", service.models[0], host, port)
-    server = make_server(application, clients)
+    server = make_server(application, clients, service.begin_stop)
     with lock, suppress(KeyboardInterrupt):
         server.run([*sockets])
     return 0 if server.started else 1

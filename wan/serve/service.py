@@ -300,9 +300,14 @@ class Service:
         finally:
             self.journal.close()
 
+    def begin_stop(self) -> None:
+        """Refuses requests from now on, also those that wait for their video."""
+        self.stopping = True
+        self._signal_change()
+
     async def stop(self) -> None:
         """Stops the ranks and requeues the running jobs."""
-        self.stopping = True
+        self.begin_stop()
         await self.rank_group.stop()
         for job in self._running.values():
             if job.state == "in_progress":
@@ -496,10 +501,14 @@ class Service:
         self._signal_change()
         return job, False
 
-    def _check_queue(self) -> None:
-        """Refuses a request if the service stops or the queue is full."""
+    def refuse_when_stopping(self) -> None:
+        """Refuses a request if the service stops."""
         if self.stopping:
             raise RefusedError("The service is stopping.", 503, "stopping", retry_after=30)
+
+    def _check_queue(self) -> None:
+        """Refuses a request if the service stops or the queue is full."""
+        self.refuse_when_stopping()
         waiting = self.journal.count_states().get("queued", 0)
         if waiting >= self.limits.queue:
             message = f"The queue is full with {waiting} jobs; try later."

@@ -85,7 +85,9 @@ class Webhooks:
         job = self._service.journal.get_ended(job_id)
         if job is None or job.webhook_url is None or not job.has_webhook_event:
             return True
-        state, host = job.state, urlsplit(job.webhook_url).netloc
+        state, host, journal = job.state, urlsplit(job.webhook_url).netloc, self._service.journal
+        if not await journal.save() or journal.get_state(job_id) != state:
+            return False  # killed now, the service would not know of this end
         why = await self._send(job, job.webhook_url)
         if why is None:
             self._on_attempt("delivered")
@@ -96,7 +98,7 @@ class Webhooks:
             _log.warning("The event of %s is sent to %s again (%s).", job_id, host, why)
             self._on_attempt("repeated")
             return False
-        self._service.journal.update_ended(job_id, webhook_sent=state)
+        journal.update_ended(job_id, webhook_sent=state)
         return True
 
     async def _send(self, job: ServiceJob, url: str) -> str | None:

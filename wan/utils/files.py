@@ -16,7 +16,7 @@ import re
 import shutil
 import stat
 import struct
-import threading
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -214,18 +214,17 @@ def check_folder(
     while not os.path.lexists(folder):
         missing.append(folder.name)
         folder = folder.parent
-    # The service checks requests in several threads at once.
-    probe = folder / f".{make_process_name()}-probe-{threading.get_native_id()}"
     try:
         longest = os.pathconf(folder, "PC_NAME_MAX")
         if any(len(os.fsencode(name)) > longest for name in missing):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         # Permission bits do not suffice (read-only file systems, ACLs); a link may be broken.
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+        file, probe = tempfile.mkstemp("-probe", f".{make_process_name()}-", folder)
     except OSError as error:
         why = f"cannot be written: {folder} is not a writable folder ({error.strerror})"
         raise InputError(setting, path, why, remedy) from error
-    probe.unlink()
+    os.close(file)
+    os.unlink(probe)
 
 
 @contextmanager
