@@ -132,7 +132,7 @@ def test_events_of_stages_and_steps(served: ServiceProcess) -> None:
 
 def test_a_preview_while_a_video_is_generated(served: ServiceProcess) -> None:
     """The newest picture, until the job is deleted."""
-    video = served.create(num_inference_steps=40, preview=2)
+    video = served.create(num_inference_steps=16, preview=2)
     path = f"/v1/videos/{video}/content?variant=preview"
     answer: Any = None
 
@@ -147,7 +147,7 @@ def test_a_preview_while_a_video_is_generated(served: ServiceProcess) -> None:
     _, headers, picture = answer
     assert headers["content-type"] == "image/jpeg" and imageio.v3.imread(picture).shape[2] == 3
     finished = served.wait_for_video(video)
-    assert finished["preview_step"] == 40 and finished["stage_durations"]["preview"] > 0
+    assert finished["preview_step"] == 16 and finished["stage_durations"]["preview"] > 0
     status, headers, newest = served.request(path, If_None_Match=headers["etag"])
     assert status == 200 and newest != picture
     assert served.request(path, If_None_Match=headers["etag"])[0] == 304

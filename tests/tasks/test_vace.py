@@ -116,7 +116,7 @@ def test_two_experts_of_a_prompt_file(one: TaskRun, tiny: Tiny, tmp_path: Path) 
 
 def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """Plans a video of the published model without any inputs."""
-    assert run_generate("--task", "vace-1.3B", "--plan", "--device", "cpu") == 0
+    assert run_generate("--task", "vace-1.3B", "--plan", "--frame_num", 5, "--device", "cpu") == 0
     assert "denoising" in capsys.readouterr().out.lower()
 
 

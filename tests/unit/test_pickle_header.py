@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import subprocess
 import sys
+import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -58,6 +60,19 @@ def test_tensors_are_those_of_torch(case: str, tmp_path: Path) -> None:
             if (tensor.itemsize == 1)
             else torch.equal(values, tensor)
         ), name
+
+
+def test_a_file_that_is_written_again_is_read_again(tmp_path: Path) -> None:
+    """Also one with as many bytes: an old file is read once, a new one each time."""
+    path = tmp_path / "x.pt"
+    for name, age in (("a", 100), ("b", 50), ("c", 0), ("d", 0)):
+        torch.save({name: BASE}, path)
+        if age:
+            os.utime(path, (time.time() - age,) * 2)
+        for _ in range(2):
+            headers = read_file_headers(path)
+            assert [*headers] == [name]
+            headers.clear()  # a caller's own
 
 
 def damage(data: bytes, rng: random.Random) -> bytes:

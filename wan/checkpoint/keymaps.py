@@ -11,6 +11,7 @@ Proven by strict loading into the library modules in `tests/unit/test_keymaps.py
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 Renames = tuple[tuple[str, str], ...]
 
@@ -191,6 +192,7 @@ def rename_clip_to_official(name: str) -> str:
     return _apply_rules(name.removeprefix("vision_model."), _invert_rules(_CLIP))
 
 
+@lru_cache(maxsize=1024)  # estimates rename the 200 tensors several times in a run
 def rename_vae_to_diffusers(official: str) -> str:
     """Returns the AutoencoderKLWan name of an official tensor of the 2.1 or the 2.2 VAE."""
     return _apply_rules(official, _VAE_NESTED + _VAE_FLAT + _VAE)

@@ -155,8 +155,10 @@ def _find_networks(names: Mapping[str, TensorInfo]) -> list[NetworkNames]:
         networks += [
             NetworkNames(component, prefix, experts.get(prefix)) for prefix in sorted(prefixes)
         ]
+    if networks:
+        return networks
     roles = {suffix.role for name in names if (suffix := split_suffix(name)) is not None}
-    return networks if networks or not roles - {"alpha"} else [NetworkNames("lora", "")]
+    return [NetworkNames("lora", "")] if roles - {"alpha"} else []
 
 
 def _find_experts(prefixes: set[str]) -> dict[str, str]:

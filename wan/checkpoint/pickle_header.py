@@ -8,13 +8,15 @@ globals are only compared with names, never imported or called.
 from __future__ import annotations
 
 import io
+import os
 import pickletools
 import struct
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +29,7 @@ from wan.utils.files import open_regular_file
 PICKLE_SUFFIXES = (".pth", ".ckpt", ".pt", ".bin")
 _MAX_PICKLE_BYTES = 16_000_000  # bytes of `data.pkl`; the largest network's has 0.5 MB
 _MAX_OPCODES = 1_000_000  # about 30 for each tensor
+_SECONDS_UNTIL_KEPT = 2.0  # a new file may be written again within one tick of its times
 _LOCAL_HEADER_BYTES = 30  # of a zip entry, before its name
 _LOCAL_SIGNATURE = b"PK\3\4"
 _UTF8_FLAG = 0x800  # the name is in UTF-8
@@ -121,6 +124,20 @@ def read_pickled_tensors(path: Path) -> dict[str, PickledTensor]:
         ForeignPickleError: The file holds something else.
         InputError: The file is damaged.
     """
+    with open_regular_file(path) as file:
+        status = os.fstat(file.fileno())
+    if time.time() - status.st_mtime < _SECONDS_UNTIL_KEPT:
+        return _read_file(path)
+    version = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return dict(_read_version(path, version))
+
+
+@lru_cache(maxsize=16)  # one video reads the header of its VAE eight times
+def _read_version(path: Path, _: tuple[int, ...]) -> dict[str, PickledTensor]:
+    return _read_file(path)
+
+
+def _read_file(path: Path) -> dict[str, PickledTensor]:
     with open_regular_file(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
