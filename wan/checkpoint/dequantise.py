@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wan.checkpoint.tensor_info import FP8, GGUF
+from wan.checkpoint.tensor_info import E4M3, E5M2, GGUF
 
 
 def dequantize_gguf(qtype: str, data: Tensor) -> Tensor:
@@ -46,58 +46,69 @@ def _unpack_bits(packed: Tensor, width: int, bits: int) -> Tensor:
     """Unpacks values of 1, 2 or 4 bits to uint8 [B,V].
 
     Each group of `width` bytes holds first the values in the lowest bits of all its bytes, then
-    those in the next higher bits.
+    those in the next higher bits. Up to eight bytes are computed at once, as one integer.
     """
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1)
-    values = packed.reshape(len(packed), -1, 1, width) >> shifts
-    return values.bitwise_and_((1 << bits) - 1).view(len(packed), -1)
+    dtype = next(dtype for dtype in _INTEGERS if width % dtype.itemsize == 0)
+    words = packed.clone(memory_format=torch.contiguous_format).view(dtype)
+    words = words.view(len(packed), -1, width // dtype.itemsize)
+    mask = int.from_bytes(bytes([(1 << bits) - 1]) * dtype.itemsize)
+    parts = [(words >> shift).bitwise_and_(mask) for shift in range(0, 8, bits)]
+    return torch.stack(parts, dim=2).view(torch.uint8).view(len(packed), -1)
+
+
+def _to_float(values: Tensor, offset: int = 0) -> Tensor:
+    """Returns values - offset as float32, for uint8 values and differences below 128."""
+    return values.view(torch.int8).sub_(offset).float() if offset else values.float()
 
 
 def _dequantize_q8_0(blocks: Tensor) -> Tensor:
-    scale, values = _split_blocks(blocks, 2, 32)
-    return values.contiguous().view(torch.int8).float() * _read_float16(scale)
+    scale, values = _split_blocks(blocks.view(torch.int8), 2, 32)
+    return values.float().mul_(_read_float16(scale))
 
 
 def _dequantize_q4_0(blocks: Tensor) -> Tensor:
     scale, low_bits = _split_blocks(blocks, 2, 16)
-    return _read_float16(scale) * (_unpack_bits(low_bits, 16, 4).float() - 8)
+    return _to_float(_unpack_bits(low_bits, 16, 4), 8).mul_(_read_float16(scale))
 
 
 def _dequantize_q4_1(blocks: Tensor) -> Tensor:
     scale, minimum, low_bits = _split_blocks(blocks, 2, 2, 16)
-    return _read_float16(scale) * _unpack_bits(low_bits, 16, 4).float() + _read_float16(minimum)
+    values = _to_float(_unpack_bits(low_bits, 16, 4))
+    return values.mul_(_read_float16(scale)).add_(_read_float16(minimum))
 
 
 def _unpack_5_bits(low_bits: Tensor, high_bits: Tensor, width: int) -> Tensor:
     """Combines the low four bits and the fifth bit of each value, uint8 [B,V]."""
-    return _unpack_bits(low_bits, max(width, 16), 4) | (_unpack_bits(high_bits, width, 1) << 4)
+    values = _unpack_bits(low_bits, max(width, 16), 4)
+    return values.bitwise_or_(_unpack_bits(high_bits, width, 1).bitwise_left_shift_(4))
 
 
 def _dequantize_q5_0(blocks: Tensor) -> Tensor:
     scale, high_bits, low_bits = _split_blocks(blocks, 2, 4, 16)
-    return _read_float16(scale) * (_unpack_5_bits(low_bits, high_bits, 1).float() - 16)
+    return _to_float(_unpack_5_bits(low_bits, high_bits, 1), 16).mul_(_read_float16(scale))
 
 
 def _dequantize_q5_1(blocks: Tensor) -> Tensor:
     scale, minimum, high_bits, low_bits = _split_blocks(blocks, 2, 2, 4, 16)
-    values = _unpack_5_bits(low_bits, high_bits, 1).float()
-    return _read_float16(scale) * values + _read_float16(minimum)
+    values = _to_float(_unpack_5_bits(low_bits, high_bits, 1))
+    return values.mul_(_read_float16(scale)).add_(_read_float16(minimum))
 
 
 def _dequantize_q2_k(blocks: Tensor) -> Tensor:
     packed_scales, low_bits, scale, min_scale = _split_blocks(blocks, 16, 64, 2, 2)
-    values = _unpack_bits(low_bits, 32, 2).view(-1, 16, 16).float()
+    values = _to_float(_unpack_bits(low_bits, 32, 2)).view(-1, 16, 16)
     scales = (_read_float16(scale) * (packed_scales & 15).float()).unsqueeze(-1)
     offsets = (_read_float16(min_scale) * (packed_scales >> 4).float()).unsqueeze(-1)
-    return (scales * values - offsets).flatten(1)
+    return values.mul_(scales).sub_(offsets).flatten(1)
 
 
 def _dequantize_q3_k(blocks: Tensor) -> Tensor:
     high_bits, low_bits, low_scales, high_scales, scale = _split_blocks(blocks, 32, 64, 8, 4, 2)
     sub_scales = _unpack_bits(low_scales, 8, 4) | (_unpack_bits(high_scales, 4, 2) << 4)
     scales = _read_float16(scale) * (sub_scales.float() - 32)
-    values = _unpack_bits(low_bits, 32, 2) | (_unpack_bits(high_bits, 32, 1) << 2)
-    return (scales.unsqueeze(-1) * (values.view(-1, 16, 16).float() - 4)).flatten(1)
+    values = _unpack_bits(low_bits, 32, 2)
+    values.bitwise_or_(_unpack_bits(high_bits, 32, 1).bitwise_left_shift_(2))
+    return _to_float(values, 4).view(-1, 16, 16).mul_(scales.unsqueeze(-1)).flatten(1)
 
 
 def _unpack_k_scales(scale: Tensor, min_scale: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,39 +125,44 @@ def _unpack_k_scales(scale: Tensor, min_scale: Tensor, packed: Tensor) -> tuple[
 def _dequantize_q4_k(blocks: Tensor) -> Tensor:
     scale, min_scale, packed_scales, low_bits = _split_blocks(blocks, 2, 2, 12, 128)
     scales, offsets = _unpack_k_scales(scale, min_scale, packed_scales)
-    return (scales * _unpack_bits(low_bits, 32, 4).view(-1, 8, 32).float() - offsets).flatten(1)
+    values = _to_float(_unpack_bits(low_bits, 32, 4)).view(-1, 8, 32)
+    return values.mul_(scales).sub_(offsets).flatten(1)
 
 
 def _dequantize_q5_k(blocks: Tensor) -> Tensor:
     scale, min_scale, packed_scales, high_bits, low_bits = _split_blocks(blocks, 2, 2, 12, 32, 128)
     scales, offsets = _unpack_k_scales(scale, min_scale, packed_scales)
-    values = _unpack_5_bits(low_bits, high_bits, 32).view(-1, 8, 32).float()
-    return (scales * values - offsets).flatten(1)
+    values = _to_float(_unpack_5_bits(low_bits, high_bits, 32)).view(-1, 8, 32)
+    return values.mul_(scales).sub_(offsets).flatten(1)
 
 
 def _dequantize_q6_k(blocks: Tensor) -> Tensor:
     low_bits, high_bits, sub_scales, scale = _split_blocks(blocks, 128, 64, 16, 2)
     scales = _read_float16(scale) * sub_scales.contiguous().view(torch.int8).float()
-    values = _unpack_bits(low_bits, 64, 4) | (_unpack_bits(high_bits, 32, 2) << 4)
-    return (scales.unsqueeze(-1) * (values.view(-1, 16, 16).float() - 32)).flatten(1)
+    values = _unpack_bits(low_bits, 64, 4)
+    values.bitwise_or_(_unpack_bits(high_bits, 32, 2).bitwise_left_shift_(4))
+    return _to_float(values, 32).view(-1, 16, 16).mul_(scales.unsqueeze(-1)).flatten(1)
 
 
 def _look_up(values: list[int], low_bits: Tensor) -> Tensor:
-    """Returns the float32 values of 4-bit codes, [B,V]."""
+    """Returns the float32 values of 4-bit codes, [B,V]; looks up both codes of a byte at once."""
     table = torch.tensor(values, dtype=torch.float32, device=low_bits.device)
-    return table[_unpack_bits(low_bits, 16, 4).int()]
+    pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], dim=-1)
+    looked_up = pairs.view(torch.int64).flatten().index_select(0, low_bits.flatten().int())
+    looked_up = looked_up.view(torch.float32).view(len(low_bits), -1, 16, 2)
+    return looked_up.transpose(2, 3).flatten(1)
 
 
 def _dequantize_iq4_nl(blocks: Tensor) -> Tensor:
     scale, low_bits = _split_blocks(blocks, 2, 16)
-    return _read_float16(scale) * _look_up(_IQ4, low_bits)
+    return _look_up(_IQ4, low_bits).mul_(_read_float16(scale))
 
 
 def _dequantize_iq4_xs(blocks: Tensor) -> Tensor:
     scale, high_scales, low_scales, low_bits = _split_blocks(blocks, 2, 2, 4, 128)
     sub_scales = _unpack_bits(low_scales, 1, 4) | (_unpack_bits(high_scales, 1, 2) << 4)
     scales = (_read_float16(scale) * (sub_scales.float() - 32)).unsqueeze(-1)
-    return (scales * _look_up(_IQ4, low_bits).view(-1, 8, 32)).flatten(1)
+    return _look_up(_IQ4, low_bits).view(-1, 8, 32).mul_(scales).flatten(1)
 
 
 def _dequantize_mxfp4(blocks: Tensor) -> Tensor:
@@ -154,7 +170,7 @@ def _dequantize_mxfp4(blocks: Tensor) -> Tensor:
     exponents = exponents.int()
     # Half of 2^(exponent - 127), since the table has twice the values; subnormal below 2.
     bits = torch.where(exponents < 2, 0x200000 << exponents.clamp(max=1), (exponents - 1) << 23)
-    return bits.view(torch.float32) * _look_up(_DOUBLED_E2M1, low_bits)
+    return _look_up(_DOUBLED_E2M1, low_bits).mul_(bits.view(torch.float32))
 
 
 def dequantize_nvfp4(packed: Tensor, block_scales: Tensor, tensor_scale: Tensor) -> Tensor:
@@ -175,6 +191,20 @@ def dequantize_nvfp4(packed: Tensor, block_scales: Tensor, tensor_scale: Tensor)
     return (blocks * factors).flatten(1)
 
 
+def convert_e4m3(values: Tensor) -> Tensor:
+    """Converts E4M3 to float32; on CPUs through float16, for which there are vector instructions.
+
+    Shifted to its place in float16, the exponent is too small by 8.
+    """
+    codes = values.view(torch.int8)
+    if values.device.type != "cpu" or torch.compiler.is_compiling():
+        return values.float()
+    if codes.numel() and codes.bitwise_or(-128).max() == -1:  # NaN, all bits but the sign
+        return values.float()
+    bits = codes.short().bitwise_left_shift_(7).bitwise_and_(~0x4000)  # the sign is extended
+    return bits.view(torch.float16).float().mul_(256)
+
+
 def untile_scales(scales: Tensor, num_rows: int) -> Tensor:
     """Converts NVFP4 block scales from the tiled layout of cuBLAS, as stored, to row-major.
 
@@ -187,6 +217,7 @@ def untile_scales(scales: Tensor, num_rows: int) -> Tensor:
     return tiles.permute(0, 2, 3, 1, 4).reshape(128 * num_row_tiles, -1)[:num_rows]
 
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _E2M1 = [sign * value for sign in (1, -1) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 _DOUBLED_E2M1 = [sign * value for sign in (1, -1) for value in (0, 1, 2, 3, 4, 6, 8, 12)]
 _IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
@@ -207,7 +238,8 @@ _DEQUANTIZERS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 """GGUF type -> function from blocks, uint8 [B,bytes], to float32 values [B,V]."""
 TO_FLOAT: Mapping[str, Callable[[Tensor], Tensor]] = {
-    **dict.fromkeys(FP8, Tensor.float),
+    E4M3: convert_e4m3,
+    E5M2: Tensor.float,
     **{qtype: partial(dequantize_gguf, qtype) for qtype in _DEQUANTIZERS},
 }
 """Dtype -> function from stored rows to float32; FP8 is multiplied by its scale afterwards."""

@@ -6,7 +6,9 @@ Legend: L tokens, I input channels, O output channels, R the ranks of all LoRAs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +18,60 @@ from wan.kernels.fp8 import E4M3_MAX
 from wan.kernels.int8_linear import multiply_padded
 from wan.kernels.interfaces import divide_exactly
 from wan.settings.errors import InputError
-from wan.settings.numerics import get_int8_slice_numel
+from wan.settings.numerics import get_int8_slice_numel, get_slice_numel
 from wan.utils import torch_private
 
 _CUDA_MULTIPLE = 16  # sizes of CUDA's FP8 product are multiples of it
 _MIN_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 products
-_SLICE_ELEMENTS = 1 << 24  # weights upcast at a time, through float32
+_SLICE_ELEMENTS = 1 << 24  # FP8 values multiplied at a time in float32
+
+
+class UpcastMemory:
+    """Memory for the upcast weights of a network's layers, one layer after the other.
+
+    On a CPU it is reused, because the first write to new memory takes longer than the conversion.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+        self._held_weights: dict[nn.Module, Tensor] | None = None
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Upcasts each weight at most once inside the block, and keeps all until its end."""
+        self._held_weights = {}
+        try:
+            yield
+        finally:
+            self._held_weights = None
+
+    def get_or_fill(
+        self, layer: nn.Module, like: Tensor, shape: tuple[int, int], fill: Callable[[Tensor], None]
+    ) -> Tensor:
+        """Returns a layer's weight, which `fill` computes if it is not held.
+
+        Args:
+            like: A tensor of the weight's dtype and device.
+        """
+        held_weights = {} if self._held_weights is None else self._held_weights
+        if layer not in held_weights:
+            held_weights[layer] = self._allocate(len(held_weights), like, shape)
+            fill(held_weights[layer])
+        return held_weights[layer]
+
+    def free(self, *_: object) -> None:
+        """Frees the memory; may be registered as a network's forward hook."""
+        self._buffers.clear()
+
+    def _allocate(self, index: int, like: Tensor, shape: tuple[int, int]) -> Tensor:
+        if like.device.type != "cpu":
+            return like.new_empty(shape)
+        self._buffers += [torch.empty(0, dtype=torch.uint8)] * (index + 1 - len(self._buffers))
+        size = prod(shape) * like.itemsize
+        if len(self._buffers[index]) < size:
+            with torch.inference_mode(False):  # it may be written outside of the mode later
+                self._buffers[index] = torch.empty(size, dtype=torch.uint8)
+        return self._buffers[index][:size].view(like.dtype).view(shape)
 
 
 class WeightOnlyLinear(nn.Module):
@@ -45,6 +95,7 @@ class WeightOnlyLinear(nn.Module):
         in_features: int,
         scale: Tensor | None = None,
         lora: Mapping[str, Tensor] | None = None,
+        memory: UpcastMemory | None = None,
     ) -> None:
         """Makes the layer from stored tensors.
 
@@ -54,8 +105,10 @@ class WeightOnlyLinear(nn.Module):
             scale: Factor of the weight: float32 [1], or one per row [O,1].
             lora: `lora_up` [O,R], multiplied by its strength, and `lora_down` [R,I]; and of the
                 I-th LoKr `lora_left_I` [A,C], multiplied by its strength, and `lora_right_I` [B,D].
+            memory: Is shared by the layers of a network; None: new memory in each call.
         """
         super().__init__()
+        self._memory = memory
         self.out_features, self.in_features = len(weight), in_features
         self._to_float = to_float
         factors = {"lora_up": None, "lora_down": None, **(lora or {})}
@@ -76,13 +129,19 @@ class WeightOnlyLinear(nn.Module):
         return y
 
     def _multiply(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._upcast(x.dtype), self.bias)
-
-    def _upcast(self, dtype: torch.dtype) -> Tensor:
-        """Returns the weight [O,I]."""
         shape = self.out_features, self.in_features
-        weight_OI = torch.empty(shape, dtype=dtype, device=self.weight.device)
-        rows_per_slice = max(1, _SLICE_ELEMENTS // self.in_features)
+        if self._memory is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            weight_OI = x.new_empty(shape)
+            self._upcast(weight_OI)
+        else:
+            weight_OI = self._memory.get_or_fill(self, x, shape, self._upcast)
+        return F.linear(x, weight_OI, self.bias)
+
+    def _upcast(self, weight_OI: Tensor) -> None:
+        """Writes the weight, a slice of rows after the other."""
+        device_type = weight_OI.device.type
+        num_elements = get_slice_numel("" if torch.compiler.is_compiling() else device_type)
+        rows_per_slice = max(1, num_elements // self.in_features)
         for first in range(0, self.out_features, rows_per_slice):
             rows = slice(first, first + rows_per_slice)
             rows_float = self._to_float(self.weight[rows])
@@ -91,7 +150,6 @@ class WeightOnlyLinear(nn.Module):
                     self.weight_scale if self.weight_scale.dim() == 1 else self.weight_scale[rows]
                 )
             weight_OI[rows] = rows_float
-        return weight_OI
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.weight.dtype}"

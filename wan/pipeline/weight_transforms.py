@@ -25,7 +25,7 @@ from wan.checkpoint.w8a8_export import Export
 from wan.device import Device
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear as npu_linear
-from wan.kernels.weight_only_linear import FP8Linear, WeightOnlyLinear
+from wan.kernels.weight_only_linear import FP8Linear, UpcastMemory, WeightOnlyLinear
 from wan.pipeline.setup import Setup
 from wan.pipeline.weight_sizes import find_unconverted_layers
 
@@ -63,14 +63,15 @@ def install_weight_only_linears(
     Returns:
         Layer -> its weight in the file, and its LoRA changes.
     """
-    layers = find_unconverted_layers(setup, name, device_type)
+    layers, memory = find_unconverted_layers(setup, name, device_type), UpcastMemory()
     for layer, (info, changes) in layers.items():
         in_fp8 = setup.multiplies_fp8 and info.dtype == E4M3 and not info.full_precision
         linear_class = FP8Linear if in_fp8 else WeightOnlyLinear
         module: Any = network.get_submodule(layer)
         network.set_submodule(
-            layer, _make_empty_linear(linear_class, info, module, changes, compute_dtype)
+            layer, _make_empty_linear(linear_class, info, module, changes, compute_dtype, memory)
         )
+    network.register_forward_hook(memory.free)
     return layers
 
 
@@ -80,6 +81,7 @@ def _make_empty_linear(
     module: nn.Linear,
     changes: Sequence[WeightDelta],
     compute_dtype: torch.dtype,
+    memory: UpcastMemory,
 ) -> WeightOnlyLinear:
     """Makes a layer on the meta device."""
     weight, scale = view_as_bytes(info), None
@@ -97,6 +99,7 @@ def _make_empty_linear(
         in_features=module.in_features,
         scale=scale,
         lora=lora,
+        memory=memory,
     )
 
 
