@@ -28,7 +28,8 @@ from wan.cache import mag, policy
 from wan.cache.mag import Curve
 from wan.cache.policy import Cache, Policy, StepLists
 from wan.kernels.forward_context import StepInfo
-from wan.modules.interfaces import RunBlocks
+from wan.modules.interfaces import IterateBlocks
+from wan.modules.lockstep import BlockIterator
 from wan.pipeline import build
 from wan.settings import noise_schedule
 from wan.settings.errors import InputError, WriteError, get_exit_code
@@ -53,17 +54,18 @@ class RatioRecorder(Cache):
         super().start_run(lists)
         self.ratios, self._norms = {}, {}
 
-    def __call__(
+    def iterate(
         self,
         x_BLC: Tensor,
-        blocks: RunBlocks,
+        blocks: IterateBlocks,
         step: StepInfo | None,
         valid: int,
         dtype: torch.dtype,
-    ) -> Tensor:
+    ) -> BlockIterator[Tensor]:
+        """Implements `wan.modules.interfaces.SkipBlocks`."""
         assert step is not None
         input_BLC = x_BLC.clone()
-        x_BLC = blocks(x_BLC, 0, None)
+        x_BLC = yield from blocks(x_BLC, 0, None)
         norm = torch.linalg.vector_norm(x_BLC - input_BLC, dim=-1)[:, :valid]
         last = self._norms.get(step.branch, norm)
         self.ratios.setdefault(step.branch, []).append((norm / last).mean().item())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -243,11 +244,11 @@ def test_a_step_cache_gets_only_the_video_tokens() -> None:
     """Extra tokens have the same modulation in every step, so the cache ignores them."""
     token_counts: list[tuple[int, int]] = []
 
-    def cache(x: Tensor, blocks: Any, _: object, valid: int, __: object) -> Tensor:
+    def iterate(x: Tensor, blocks: Any, _: object, valid: int, __: object) -> Any:
         token_counts.append((x.shape[1], valid))
         return blocks(x, 0, None)
 
-    model = make_network(step_cache=cache)
+    model = make_network(step_cache=SimpleNamespace(iterate=iterate))
     for frames, motion_frames, dropped in ((2, 19, True), (2, 19, False)):
         x, text, inputs = make_scene(frames, (8, 8), motion_frames, False, dropped)
         model([x], torch.tensor([500]), [text], 0, **inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import imageio
@@ -137,10 +138,12 @@ def test_blocks_in_two_parts() -> None:
     inputs = [x], torch.tensor([1.0]), [control], [context], 12
     plain_model, _ = make_model_pair([0, 2, 4], 4, 8)
 
-    def run_in_two_parts(x_BLC: torch.Tensor, blocks: Any, *_: object) -> torch.Tensor:
-        return blocks(blocks(x_BLC, 0, 1), 1, None)
+    def run_in_two_parts(x_BLC: torch.Tensor, blocks: Any, *_: object) -> Any:
+        x_BLC = yield from blocks(x_BLC, 0, 1)
+        return (yield from blocks(x_BLC, 1, None))
 
-    split_model, _ = make_model_pair([0, 2, 4], 4, 8, step_cache=run_in_two_parts)
+    step_cache = SimpleNamespace(iterate=run_in_two_parts)
+    split_model, _ = make_model_pair([0, 2, 4], 4, 8, step_cache=step_cache)
     assert torch.equal(split_model(*inputs)[0], plain_model(*inputs)[0])
 
 

@@ -10,10 +10,12 @@ policy `steps` skips the same blocks. Cached tensors have the dtype of the matri
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wan.cache.policy import AllAgree, Cache, Policy
+from wan.modules.lockstep import run_to_end
 from wan.settings.attention_modes import Grid
 
 if TYPE_CHECKING:
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from wan.kernels.forward_context import StepInfo
-    from wan.modules.interfaces import RunBlocks
+    from wan.modules.interfaces import IterateBlocks, RunBlocks
+    from wan.modules.lockstep import BlockIterator
 
 
 def decide_locally(sums: Tensor, threshold: float) -> bool:
@@ -91,7 +94,25 @@ class ResidualCache(Cache):
         num_valid: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Returns the residual stream after all blocks.
+        """Returns the residual stream after all blocks; arguments as for `iterate`."""
+
+        def iterate_blocks(
+            x_BLC: Tensor, start: int, stop: int | None
+        ) -> Generator[int, None, Tensor]:
+            yield start
+            return blocks(x_BLC, start, stop)
+
+        return run_to_end(self.iterate(x_BLC, iterate_blocks, step, num_valid, dtype))
+
+    def iterate(
+        self,
+        x_BLC: Tensor,
+        blocks: IterateBlocks,
+        step: StepInfo | None,
+        num_valid: int,
+        dtype: torch.dtype,
+    ) -> BlockIterator[Tensor]:
+        """Computes the residual stream after all blocks.
 
         Args:
             x_BLC: The stream before the first block, float32; it is updated in place.
@@ -102,7 +123,7 @@ class ResidualCache(Cache):
         import torch
 
         if not self.step_lists or step is None or torch.is_grad_enabled():
-            return blocks(x_BLC, 0, None)
+            return (yield from blocks(x_BLC, 0, None))
         for key, old_entry in list(self._entries.items()):  # frees those of other experts and grids
             if (old_entry.expert, old_entry.grid) != (step.expert, step.grid):
                 del self._entries[key]
@@ -112,7 +133,7 @@ class ResidualCache(Cache):
         is_reused = entry.residual is not None and not self.step_lists[step.branch][step.index]
         x_before = None if self._threshold is None else x_BLC.clone()
         if self._num_first_blocks:
-            x_BLC = blocks(x_BLC, 0, self._num_first_blocks)
+            x_BLC = yield from blocks(x_BLC, 0, self._num_first_blocks)
         sums = None
         if self._threshold is not None and x_before is not None:
             first_change = torch.sub(x_BLC, x_before, out=x_before).to(dtype)
@@ -137,7 +158,7 @@ class ResidualCache(Cache):
         previous_residual = entry.residual if self._order else None
         entry.residual = None
         x_before = x_BLC.clone()
-        x_BLC = blocks(x_BLC, self._num_first_blocks, None)
+        x_BLC = yield from blocks(x_BLC, self._num_first_blocks, None)
         entry.residual = torch.sub(x_BLC, x_before, out=x_before).to(dtype)
         if previous_residual is not None:
             entry.slope = entry.residual.sub(previous_residual).div_(step.index - entry.step)

@@ -49,10 +49,10 @@ def _unpack_bits(packed: Tensor, width: int, bits: int) -> Tensor:
     those in the next higher bits. Up to eight bytes are computed at once, as one integer.
     """
     dtype = next(dtype for dtype in _INTEGERS if width % dtype.itemsize == 0)
-    words = packed.clone(memory_format=torch.contiguous_format).view(dtype)
-    words = words.view(len(packed), -1, width // dtype.itemsize)
+    integers = packed.clone(memory_format=torch.contiguous_format).view(dtype)
+    integers = integers.view(len(packed), -1, width // dtype.itemsize)
     mask = int.from_bytes(bytes([(1 << bits) - 1]) * dtype.itemsize)
-    parts = [(words >> shift).bitwise_and_(mask) for shift in range(0, 8, bits)]
+    parts = [(integers >> shift).bitwise_and_(mask) for shift in range(0, 8, bits)]
     return torch.stack(parts, dim=2).view(torch.uint8).view(len(packed), -1)
 
 

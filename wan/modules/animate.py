@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ from wan.modules.model import (
     WanModel,
     embed_patches,
     extract_patches,
+    list_sample_steps,
+    split_samples,
 )
 from wan.modules.text_kv_cache import InputCache
 from wan.settings.attention_modes import Grid
@@ -115,10 +117,10 @@ class WanAnimateModel(WanModel):
         context: list[Tensor],
         seq_len: int,
         y: list[Tensor],
-        pose_latents: Tensor,
-        face_pixel_values: Tensor,
+        pose_latents: Tensor | Sequence[Tensor],
+        face_pixel_values: Tensor | Sequence[Tensor],
         *,
-        step: StepInfo | None = None,
+        step: StepInfo | Sequence[StepInfo] | None = None,
     ) -> list[Tensor]:
         """Predicts velocities, float32 [out_dim, F, H, W] for each sample.
 
@@ -129,30 +131,36 @@ class WanAnimateModel(WanModel):
             context: Prompt embeddings, [length <= text_len, text_dim] each.
             seq_len: Upper limit of the number of tokens; sequences are not padded to it.
             y: Masks and conditioning latents, [20, F, H, W] each.
-            pose_latents: Latents of the pose video, [B, 16, F - 1, H, W].
-            face_pixel_values: Face images in [-1, 1], [B, 3, 4 F - 7, 512, 512].
-            step: Sampling step, expert and branch, for attention layers and caches.
+            pose_latents: Latents of the pose video, [B, 16, F - 1, H, W], or [1, ...] of each
+                sample.
+            face_pixel_values: Face images in [-1, 1], [B, 3, 4 F - 7, 512, 512], or [1, ...] of
+                each sample.
+            step: Sampling step, expert and branch, for attention layers and caches, of all samples
+                or of each one.
 
         Raises:
             ValueError: The arguments do not fit each other or the network.
         """
         x = [torch.cat(pair, dim=0) for pair in zip(x, y, strict=True)]
         self._check_inputs(x, t, context, seq_len, y, clip_fea)
-        timesteps, velocities = t.expand(len(x)).split(1), []
-        samples = x, timesteps, context, pose_latents.split(1), face_pixel_values.split(1)
-        for i, (sample, timestep, text, pose, faces) in enumerate(zip(*samples, strict=True)):
+        timesteps, steps = t.expand(len(x)).split(1), list_sample_steps(step, len(x))
+        poses, all_faces = split_samples(pose_latents), split_samples(face_pixel_values)
+        samples, iterators = (x, timesteps, context, poses, all_faces, steps), []
+        for i, (sample, timestep, text, pose, faces, sample_step) in enumerate(
+            zip(*samples, strict=True)
+        ):
             self._check_conditions(sample, pose, faces)
             grid = self.token_grid(sample.shape[1:])
             # The unsplit tensor is the cache key, because `split` returns a new tensor each time.
-            face_features = self._encode_faces(face_pixel_values, faces, i)
+            key = face_pixel_values if isinstance(face_pixel_values, Tensor) else faces
+            face_features = self._encode_faces(key, faces, i)
             conditioning = self._make_conditioning(face_features, pose, grid)
-            sample_step = step and replace(step, sample=i)
-            velocities.append(
-                self._forward(sample[None], timestep, [text], clip_fea, sample_step, conditioning)[
-                    0
-                ]
+            iterators.append(
+                self._iterate_forward(
+                    sample[None], timestep, [text], clip_fea, sample_step, conditioning
+                )
             )
-        return velocities
+        return [velocity_B[0] for velocity_B in self._run_samples(iterators, steps, x)]
 
     def adapter_modules(self, layer: int) -> Sequence[nn.Module]:
         blocks: Any = self.face_adapter.fuser_blocks

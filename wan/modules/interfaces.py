@@ -17,6 +17,7 @@ from wan.kernels.forward_context import StepInfo
 from wan.kernels.interfaces import Kernel
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.fused_ops import BlockOps
+from wan.modules.lockstep import BlockIterator
 from wan.settings.attention_modes import Grid
 from wan.utils import trace
 
@@ -170,9 +171,37 @@ class UnshardedSequence:
 RunBlocks = Callable[[Tensor, int, int | None], Tensor]
 """run_blocks(x_BLC, start, stop): runs blocks start to stop - 1 (None: to the last one) and
 returns x, updated in place."""
-SkipBlocks = Callable[[Tensor, RunBlocks, StepInfo | None, int, torch.dtype], Tensor]
-"""skip(x_BLC, run_blocks, step, num_valid, dtype): returns the output of the last block, possibly
-without running all blocks; see `wan.cache.residual`."""
+IterateBlocks = Callable[[Tensor, int, int | None], BlockIterator[Tensor]]
+"""The same in lockstep with other samples."""
+
+
+class SkipBlocks(Protocol):
+    """Computes the output of the last block, possibly without running all blocks.
+
+    See `wan.cache.residual`.
+    """
+
+    def __call__(
+        self,
+        x_BLC: Tensor,
+        blocks: RunBlocks,
+        step: StepInfo | None,
+        num_valid: int,
+        dtype: torch.dtype,
+        /,
+    ) -> Tensor: ...
+
+    def iterate(
+        self,
+        x_BLC: Tensor,
+        blocks: IterateBlocks,
+        step: StepInfo | None,
+        num_valid: int,
+        dtype: torch.dtype,
+        /,
+    ) -> BlockIterator[Tensor]: ...
+
+
 SkipAttention = Callable[[Callable[[], Tensor], StepInfo | None, int], Tensor]
 """skip(attend, step, layer): attend(), or its output of an earlier step; see
 `wan.cache.attention`."""

@@ -29,6 +29,13 @@ from wan.modules.blocks import (
     fp32_linear,
 )
 from wan.modules.interfaces import ModelComponents
+from wan.modules.lockstep import (
+    BlockIterator,
+    HoldWeights,
+    can_run_in_lockstep,
+    run_in_lockstep,
+    run_to_end,
+)
 from wan.modules.lora_branch import add_lora_branches
 from wan.modules.rope import RopeCache, RopeTable
 from wan.modules.text_kv_cache import ContextKV, EmbeddedContext, InputCache
@@ -92,6 +99,10 @@ class WanModel(nn.Module):
         image_positions: Tokens of both images of a Wan2.1 first-and-last-frame model, else 0.
         components: Attention, kernels, sharding and caches; None: those for one device.
 
+    Attributes:
+        hold_weights: Set if a block's weights are dequantized or copied before each use; several
+            samples may then run in lockstep.
+
     Raises:
         ValueError: The model type, window size or number of heads is not supported.
     """
@@ -133,12 +144,13 @@ class WanModel(nn.Module):
         p, q, r = patch_size
         self.patch_size = (p, q, r)
         self.in_dim, self.out_dim, self.dim = in_dim, out_dim, dim
-        self.freq_dim, self.text_dim = freq_dim, text_dim
+        self.freq_dim, self.text_dim, self.ffn_dim = freq_dim, text_dim, ffn_dim
         self.num_heads, self.num_layers = num_heads, num_layers
         components = ModelComponents() if components is None else components
         self.sequence_shard = components.sequence_shard
         self.context_cache = InputCache[EmbeddedContext]() if components.text_kv_cache else None
         self.step_cache = components.step_cache
+        self.hold_weights: HoldWeights | None = None
         self.rope = RopeCache(dim // num_heads)
 
         self.patch_embedding = nn.Conv3d(in_dim, dim, self.patch_size, self.patch_size)
@@ -166,7 +178,7 @@ class WanModel(nn.Module):
         y: list[Tensor] | None = None,
         *,
         clip_fea: Tensor | None = None,
-        step: StepInfo | None = None,
+        step: StepInfo | Sequence[StepInfo] | None = None,
     ) -> list[Tensor]:
         """Predicts velocities, float32 [out_dim, F, H, W] for each sample.
 
@@ -179,7 +191,8 @@ class WanModel(nn.Module):
             y: Image conditioning latents, concatenated to x on channels.
             clip_fea: CLIP features [images, tokens, image_dim] of a Wan2.1 image model; all samples
                 share them.
-            step: Sampling step, expert and branch, for attention layers and caches.
+            step: Sampling step, expert and branch, for attention layers and caches; a list of one
+                for each sample: samples are not computed as a batch.
 
         Raises:
             ValueError: The arguments do not fit each other or the network.
@@ -187,18 +200,39 @@ class WanModel(nn.Module):
         if y is not None:
             x = [torch.cat(pair, dim=0) for pair in zip(x, y, strict=True)]
         self._check_inputs(x, t, context, seq_len, y, clip_fea)
-        # Samples of different sizes or with timesteps per token run one after the other.
-        if len(x) > 1 and (t.dim() == 2 or len({sample.shape for sample in x}) > 1):
-            timesteps = t if t.shape[0] == len(x) else t.expand(len(x), *t.shape[1:])
-            steps = [step and replace(step, sample=i) for i in range(len(x))]
-            samples = zip(x, timesteps.split(1), context, steps, strict=True)
-            return [
-                self._forward(latents[None], timestep, [text], clip_fea, sample_step)[0]
-                for latents, timestep, text, sample_step in samples
-            ]
-        return list(self._forward(torch.stack(x), t, context, clip_fea, step).unbind(0))
+        is_batched = t.dim() == 1 and len({sample.shape for sample in x}) == 1
+        if (is_batched or len(x) == 1) and not isinstance(step, Sequence):
+            batch = self._iterate_forward(torch.stack(x), t, context, clip_fea, step)
+            return list(run_to_end(batch).unbind(0))
+        timesteps = t if t.shape[0] == len(x) else t.expand(len(x), *t.shape[1:])
+        steps = list_sample_steps(step, len(x))
+        iterators = [
+            self._iterate_forward(latents[None], timestep, [text], clip_fea, sample_step)
+            for latents, timestep, text, sample_step in zip(
+                x, timesteps.split(1), context, steps, strict=True
+            )
+        ]
+        return [velocity_B[0] for velocity_B in self._run_samples(iterators, steps, x)]
 
-    def _forward(
+    def runs_in_lockstep(self, num_tokens: int) -> bool:
+        """Whether samples of this number of tokens share a block's weights."""
+        return self.hold_weights is not None and can_run_in_lockstep(
+            num_tokens, self.dim, self.ffn_dim
+        )
+
+    def _run_samples(
+        self,
+        iterators: Sequence[BlockIterator[Tensor]],
+        steps: Sequence[StepInfo | None],
+        x: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Runs forward passes, in lockstep or one after the other."""
+        num_tokens = max(math.prod(self.token_grid(sample.shape[1:])) for sample in x)
+        if self.hold_weights is None or not self.runs_in_lockstep(num_tokens):
+            return [run_to_end(iterator) for iterator in iterators]
+        return run_in_lockstep(iterators, steps, self.hold_weights)
+
+    def _iterate_forward(
         self,
         x_BCFHW: Tensor,
         t: Tensor,
@@ -206,7 +240,7 @@ class WanModel(nn.Module):
         clip_fea: Tensor | None,
         step: StepInfo | None,
         conditioning: StreamConditioning | None = None,
-    ) -> Tensor:
+    ) -> BlockIterator[Tensor]:
         grid = self.token_grid(x_BCFHW.shape[2:])
         num_video_tokens = math.prod(grid)
         if t.dim() == 2:
@@ -215,10 +249,9 @@ class WanModel(nn.Module):
         if conditioning is not None and conditioning.num_extra_tokens:
             segment_times = F.pad(segment_times, (0, 1))
             segment_lengths = (*segment_lengths, conditioning.num_extra_tokens)
-        time_features = sinusoidal_embedding(segment_times, self.freq_dim).to(
-            x_BCFHW.device, non_blocking=True
-        )
-        e_BRC = _run_in_fp32(self.time_embedding, time_features)
+        features = sinusoidal_embedding(segment_times, self.freq_dim)
+        features = features.to(x_BCFHW.device, non_blocking=True)
+        e_BRC = _run_in_fp32(self.time_embedding, features)
         e0_BR6C = _run_in_fp32(self.time_projection, e_BRC).unflatten(-1, (6, self.dim))
         rope = (
             conditioning.rope
@@ -235,10 +268,11 @@ class WanModel(nn.Module):
         )
         block_inputs = BlockInputs(e0_BR6C, embedded_context, forward_context)
 
-        def run_blocks(x_BLC: Tensor, start: int, stop: int | None) -> Tensor:
+        def run_blocks(x_BLC: Tensor, start: int, stop: int | None) -> BlockIterator[Tensor]:
             if conditioning is not None and conditioning.before_blocks is not None and start == 0:
                 conditioning.before_blocks(x_BLC)
             for layer, block in islice(enumerate(self.blocks), start, stop):
+                yield layer
                 with trace.span("layer", x_BLC, layer=layer):
                     x_BLC, kv = block(
                         x_BLC,
@@ -254,14 +288,14 @@ class WanModel(nn.Module):
 
         x_BLC = self._embed_tokens(x_BCFHW, grid, conditioning)
         if self.step_cache is None:
-            x_BLC = run_blocks(x_BLC, 0, None)
+            x_BLC = yield from run_blocks(x_BLC, 0, None)
         else:
             num_valid = (
                 conditioning.num_local_video_tokens
                 if conditioning
                 else self.sequence_shard.count_valid_tokens(num_video_tokens)
             )
-            x_BLC = self.step_cache(
+            x_BLC = yield from self.step_cache.iterate(
                 x_BLC, run_blocks, step, num_valid, embedded_context.embedding.dtype
             )
         x_BSC = self.sequence_shard.gather(
@@ -420,6 +454,20 @@ def embed_patches(conv: nn.Conv3d, patches_BSK: Tensor) -> Tensor:
     patches_BSK = patches_BSK.to(conv.weight.dtype)
     embedded_BSC = F.linear(patches_BSK, conv.weight.flatten(1), conv.bias)
     return add_lora_branches(conv, patches_BSK, embedded_BSC).float()
+
+
+def list_sample_steps(
+    step: StepInfo | Sequence[StepInfo] | None, num_samples: int
+) -> list[StepInfo | None]:
+    """Lists the step of each sample of a call."""
+    if step is None or isinstance(step, StepInfo):
+        return [step and replace(step, sample=i) for i in range(num_samples)]
+    return [*step]
+
+
+def split_samples(values: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the values [1, ...] of each sample."""
+    return values.split(1) if isinstance(values, Tensor) else values
 
 
 def _run_in_fp32(layers: nn.Sequential, x: Tensor) -> Tensor:

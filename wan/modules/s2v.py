@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,8 @@ from wan.modules.model import (
     WanModel,
     embed_patches,
     extract_patches,
+    list_sample_steps,
+    split_samples,
 )
 from wan.modules.rope import GridPositions, RopeTable, compute_rope_angles, tabulate_rope_angles
 from wan.modules.text_kv_cache import InputCache
@@ -134,12 +136,12 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         ref_latents: list[Tensor],
         motion_latents: list[Tensor],
         cond_states: list[Tensor] | None,
-        audio_input: Tensor,
+        audio_input: Tensor | Sequence[Tensor],
         motion_frames: Sequence[int] = (MOTION_FRAMES, MOTION_LATENTS),
         add_last_motion: int = 2,
         drop_motion_frames: bool = False,
         *,
-        step: StepInfo | None = None,
+        step: StepInfo | Sequence[StepInfo] | None = None,
     ) -> list[Tensor]:
         """Predicts velocities, float32 [out_dim, F, H, W] for each sample.
 
@@ -151,11 +153,12 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             ref_latents: Latents of the reference image, [C, 1, H, W] each.
             motion_latents: Latents of the last frames of the previous clip, [C, any, H, W] each.
             cond_states: Latents of the pose video, [C, F, H, W] each; None: zeros.
-            audio_input: Audio features, [B, 25, audio_dim, 4 F].
+            audio_input: Audio features, [B, 25, audio_dim, 4 F], or [1, ...] of each sample.
             motion_frames: Number of video frames and of latent frames before the clip.
             add_last_motion: Ignored; only the official default is supported.
             drop_motion_frames: Do not use `motion_latents`.
-            step: Sampling step, expert and branch, for attention layers and caches.
+            step: Sampling step, expert and branch, for attention layers and caches, of all samples
+                or of each one.
 
         Raises:
             ValueError: The arguments do not fit each other or the network.
@@ -163,9 +166,10 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         self._check_inputs(x, t, context, 1 << 60, None, None)
         poses: Sequence[Tensor | None] = [None] * len(x) if cond_states is None else cond_states
         timesteps = t.expand(len(x)).split(1)
-        samples = x, timesteps, context, ref_latents, motion_latents, poses, audio_input.split(1)
-        velocities = []
-        for i, (sample, timestep, text, ref, motion, pose, audio) in enumerate(
+        steps, audios = list_sample_steps(step, len(x)), split_samples(audio_input)
+        samples = x, timesteps, context, ref_latents, motion_latents, poses, audios, steps
+        iterators = []
+        for i, (sample, timestep, text, ref, motion, pose, audio, sample_step) in enumerate(
             zip(*samples, strict=True)
         ):
             self._check_conditions(sample, ref, motion, pose, audio)
@@ -174,14 +178,16 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
                 ref, None if drop_motion_frames else motion, grid
             )
             # The unsplit tensor is the cache key, because `split` returns a new tensor each time.
-            cache_key = audio_input, i, tuple(motion_frames), grid, reference.num_extra_tokens
+            key = audio_input if isinstance(audio_input, Tensor) else audio
+            cache_key = key, i, tuple(motion_frames), grid, reference.num_extra_tokens
             audio_tokens = self._encode_audio(audio, cache_key)
             conditioning = self._make_conditioning(reference, audio_tokens, pose, grid)
-            sample_step = step and replace(step, sample=i)
-            velocities.append(
-                self._forward(sample[None], timestep, [text], None, sample_step, conditioning)[0]
+            iterators.append(
+                self._iterate_forward(
+                    sample[None], timestep, [text], None, sample_step, conditioning
+                )
             )
-        return velocities
+        return [velocity_B[0] for velocity_B in self._run_samples(iterators, steps, x)]
 
     def adapter_modules(self, layer: int) -> Sequence[nn.Module]:
         if layer not in self.injected:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from wan.modules.model import (
     WanModel,
     embed_patches,
     extract_patches,
+    list_sample_steps,
 )
 from wan.modules.text_kv_cache import ContextKV
 from wan.settings.attention_modes import Grid
@@ -90,7 +90,7 @@ class VaceWanModel(WanModel):
         seq_len: int,
         vace_context_scale: HintScales = 1.0,
         *,
-        step: StepInfo | None = None,
+        step: StepInfo | Sequence[StepInfo] | None = None,
     ) -> list[Tensor]:
         """Predicts velocities, float32 [out_dim, F, H, W] for each sample.
 
@@ -101,7 +101,8 @@ class VaceWanModel(WanModel):
             context: Prompt embeddings, [length <= text_len, text_dim] each.
             seq_len: Upper limit of the number of tokens; sequences are not padded to it.
             vace_context_scale: Factor of the hints.
-            step: Sampling step, expert and branch, for attention layers and caches.
+            step: Sampling step, expert and branch, for attention layers and caches; a list of one
+                for each sample: samples are not computed as a batch.
 
         Raises:
             ValueError: The arguments do not fit each other or the network.
@@ -111,18 +112,22 @@ class VaceWanModel(WanModel):
         scales = self._expand_scale(vace_context_scale)
         for sample, control in zip(x, vace_context, strict=True):
             check_shapes(sample, {"vace_context": (control, (channels, *sample.shape[1:]))})
-        is_batched = len({sample.shape for sample in x}) == 1
-        timesteps, velocities = t.expand(len(x)), list[Tensor]()
-        for batch in [slice(None)] if is_batched else [slice(i, i + 1) for i in range(len(x))]:
+        batches, steps = [slice(i, i + 1) for i in range(len(x))], list_sample_steps(step, len(x))
+        if not isinstance(step, Sequence) and len({sample.shape for sample in x}) == 1:
+            batches, steps = [slice(None)], [step]
+        timesteps, iterators = t.expand(len(x)), []
+        for batch, batch_step in zip(batches, steps, strict=True):
             x_BCFHW, control_BCFHW = torch.stack(x[batch]), torch.stack(vace_context[batch])
             conditioning = self._make_conditioning(
                 control_BCFHW, scales, self.token_grid(x_BCFHW.shape[2:])
             )
-            sample_step = step if is_batched else step and replace(step, sample=batch.start)
-            velocities += self._forward(
-                x_BCFHW, timesteps[batch], context[batch], None, sample_step, conditioning
-            ).unbind(0)
-        return velocities
+            iterators.append(
+                self._iterate_forward(
+                    x_BCFHW, timesteps[batch], context[batch], None, batch_step, conditioning
+                )
+            )
+        velocities = self._run_samples(iterators, steps, x)
+        return [velocity for batch in velocities for velocity in batch.unbind(0)]
 
     @property
     def num_cross_attention_layers(self) -> int:

@@ -7,6 +7,7 @@ imported in functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,6 @@ from wan.modules.t5 import TextEncoder
 from wan.modules.vae import video_vae
 from wan.modules.vae.video_vae import VideoVAE
 from wan.pipeline import memory_estimate
-from wan.pipeline.denoise import run_both_branches
 from wan.pipeline.pipeline import (
     Experts,
     LazyModule,
@@ -136,7 +136,7 @@ def build_pipeline(
         work_sharing = WorkSharing(
             run_text_encoder=run_locally if parallel.t5_fsdp else groups.broadcast_from_rank0,
             run_on_rank0=groups.broadcast_from_rank0,
-            run_branches=groups.compute_branches if parallel.cfg_size == 2 else run_both_branches,
+            run_branches=groups.compute_branches if parallel.cfg_size == 2 else None,
         )
     stages = StageTimer(device.synchronize)
     loading = stages("loading")
@@ -344,6 +344,8 @@ class NetworkLoader:
         model = self._dit_specs[name].load(
             device=self._device, dtype_of=dtypes, sharding=self._dit_sharding, transform=transform
         )
+        if offload == "block" and model.hold_weights is None:
+            model.hold_weights = nullcontext  # the first sample's call copies the block
         if offload == "cpu":
             self.offload_manager.register(model, model.clear_caches)
         if execution.compile:

@@ -7,7 +7,7 @@ Legend: Z latent channels, f h w latent frames/height/width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -41,7 +41,7 @@ class Denoiser(Protocol):
         y: list[Tensor] | None = None,
         *,
         clip_fea: Tensor | None = None,
-        step: StepInfo | None = None,
+        step: StepInfo | Sequence[StepInfo] | None = None,
         **model_kwargs: Any,
     ) -> list[Tensor]: ...
 
@@ -122,7 +122,7 @@ class DenoisingLoop:
     def advance(
         self,
         experts: ExpertSource,
-        run_branches: RunBranches = run_both_branches,
+        run_branches: RunBranches | None = None,
         step_cache: Cache | None = None,
         num_experts: int | None = None,
         cancellation_point: CancellationPoint = NEVER_CANCELLED,
@@ -131,7 +131,7 @@ class DenoisingLoop:
 
         Args:
             experts: Provides the networks.
-            run_branches: Computes the two guidance branches.
+            run_branches: Computes the two guidance branches; None: both are computed here.
             step_cache: Reuses results of earlier steps.
             num_experts: The number of experts whose steps are run; None: all remaining ones.
             cancellation_point: Checked before each step and after the last one.
@@ -180,7 +180,7 @@ class DenoisingLoop:
         self,
         index: int,
         model: Denoiser,
-        run_branches: RunBranches,
+        run_branches: RunBranches | None,
         step_cache: Cache | None,
         cancellation_point: CancellationPoint,
     ) -> None:
@@ -190,14 +190,12 @@ class DenoisingLoop:
         timestep, grid, latents = self._timesteps[index], params.grid, self.latents
         step_index = self._noise_schedule.step_range[index]
         step = StepInfo(step_index, params.sample_steps, "cond", expert, grid, prod(grid))
-        predict_branch = partial(
-            predict_velocity,
-            model,
-            latents,
-            inputs.make_model_timesteps(timestep),
-            inputs,
-            step,
-        )
+        forward_args = model, latents, inputs.make_model_timesteps(timestep), inputs, step
+        predict_branch = partial(predict_velocity, *forward_args)
+        if run_branches is None:
+            run_branches = run_both_branches
+            if getattr(model, "runs_in_lockstep", lambda _: False)(step.valid_len):
+                run_branches = lambda _: predict_both_velocities(*forward_args)  # noqa: E731
         guidance_cache = None if step_cache is None else step_cache.get_if_skips("uncond")
         with trace.record_step(step_index, expert):  # excludes loading
             guided_velocity = apply_guidance(
@@ -280,17 +278,44 @@ def predict_velocity(
         step: The step; its branch is replaced by `branch`.
         branch: "cond" or "uncond".
     """
-    context = inputs.context if branch == "cond" else inputs.negative_context
+    model_kwargs = _make_branch_kwargs(inputs, step, branch)
+    with trace.span("branch", branch=branch):
+        return model([latents], t, seq_len=step.valid_len, **model_kwargs)[0]
+
+
+def predict_both_velocities(
+    model: Denoiser, latents: Tensor, t: Tensor, inputs: DenoiseInputs, step: StepInfo
+) -> tuple[Tensor, Tensor]:
+    """Predicts the velocities of both guidance branches in lockstep; arguments as above."""
+    cond_kwargs, uncond_kwargs = (
+        _make_branch_kwargs(inputs, step, branch) for branch in ("cond", "uncond")
+    )
+    model_kwargs: dict[str, Any] = {
+        name: [value, uncond_kwargs[name]]
+        if isinstance(value, Tensor | StepInfo)
+        else [*value, *uncond_kwargs[name]]
+        if _is_tensor_list(value)
+        else value
+        for name, value in cond_kwargs.items()
+    }
+    if inputs.clip_fea is not None:
+        model_kwargs["clip_fea"] = inputs.clip_fea  # all samples share it
+    cond, uncond = model([latents, latents], t, seq_len=step.valid_len, **model_kwargs)
+    return cond, uncond
+
+
+def _make_branch_kwargs(inputs: DenoiseInputs, step: StepInfo, branch: str) -> dict[str, Any]:
+    """Makes the keywords of the network for one guidance branch."""
     model_kwargs: dict[str, Any] = {
         **inputs.model_kwargs.get(branch, {}),
+        "context": [inputs.context if branch == "cond" else inputs.negative_context],
         "step": replace(step, branch=branch),
     }
     if inputs.y is not None:
         model_kwargs["y"] = [inputs.y]
     if inputs.clip_fea is not None:
         model_kwargs["clip_fea"] = inputs.clip_fea
-    with trace.span("branch", branch=branch):
-        return model([latents], t, context=[context], seq_len=step.valid_len, **model_kwargs)[0]
+    return model_kwargs
 
 
 def apply_guidance(

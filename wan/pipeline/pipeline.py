@@ -23,7 +23,6 @@ from wan.pipeline.denoise import (
     CancellationPoint,
     DenoisingLoop,
     RunBranches,
-    run_both_branches,
 )
 from wan.pipeline.preview import Preview
 from wan.pipeline.vae_runner import VaeRunner
@@ -193,12 +192,12 @@ class WorkSharing:
     Attributes:
         run_text_encoder: Computes text embeddings, on rank 0 or (with FSDP) on all ranks.
         run_on_rank0: Computes a tensor on rank 0 and broadcasts it.
-        run_branches: Computes the two guidance branches.
+        run_branches: Computes the two guidance branches; None: each rank computes both.
     """
 
     run_text_encoder: ShareResult = run_locally
     run_on_rank0: ShareResult = run_locally
-    run_branches: RunBranches = run_both_branches
+    run_branches: RunBranches | None = None
 
 
 @dataclass

@@ -26,6 +26,7 @@ from wan.device import Device
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear as npu_linear
 from wan.kernels.weight_only_linear import FP8Linear, UpcastMemory, WeightOnlyLinear
+from wan.modules.model import WanModel
 from wan.pipeline.setup import Setup
 from wan.pipeline.weight_sizes import find_unconverted_layers
 
@@ -43,6 +44,7 @@ def make_weight_transform(
         return make_quantized_transform(setup.quantized_dit.experts[name], device, compute_dtype)
 
     def transform(network: nn.Module, sources: TensorSources) -> TensorSources:
+        assert isinstance(network, WanModel)
         layers = install_weight_only_linears(setup, name, device.type, network, compute_dtype)
         lora_changes = {layer: changes for layer, (_, changes) in layers.items() if changes}
         unmerged_weights = {f"{layer}.weight" for layer in layers}
@@ -56,7 +58,7 @@ def make_weight_transform(
 
 
 def install_weight_only_linears(
-    setup: Setup, name: str, device_type: str, network: nn.Module, compute_dtype: torch.dtype
+    setup: Setup, name: str, device_type: str, network: WanModel, compute_dtype: torch.dtype
 ) -> dict[str, tuple[TensorInfo, list[WeightDelta]]]:
     """Replaces linear layers of the blocks by layers that hold the stored weights.
 
@@ -71,7 +73,9 @@ def install_weight_only_linears(
         network.set_submodule(
             layer, _make_empty_linear(linear_class, info, module, changes, compute_dtype, memory)
         )
-    network.register_forward_hook(memory.free)
+    if layers:
+        network.hold_weights = memory.hold
+        network.register_forward_hook(memory.free)
     return layers
 
 
