@@ -133,17 +133,21 @@ def test_a_memory_refusal_is_printed_once_under_torchrun(tmp_path: Path) -> None
     assert refused.stdout.count("Plan: ") == 1
 
 
-def test_copied_bytes_of_streamed_blocks(capsys: pytest.CaptureFixture[str]) -> None:
-    """40 blocks of 8 C^2 + 2 C F values in bfloat16, twice a step."""
-    argv = ["--plan", "--task", "t2v-A14B", "--size", "832*480", "--frame_num", "5"]
+@pytest.mark.parametrize(
+    ("size", "count", "calls"),
+    [("832*480", 40, ", once for both guidance branches"), ("1280*720", 80, " in 2 forwards")],
+)
+def test_copied_bytes_of_streamed_blocks(
+    size: str, count: int, calls: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """40 blocks of 8 C^2 + 2 C F values in bfloat16, once a step or for each branch."""
+    argv = ["--plan", "--task", "t2v-A14B", "--size", size, "--frame_num", "81"]
     argv += ["--device", "cuda"]
     argv += ["--offload_model", "block", "--resident_blocks", "0", "--host_gbs", "25"]
-    assert generate.main([*argv, "--device_memory", "24"]) == 0
+    assert generate.main([*argv, "--device_memory", "80"]) == 0
     output = capsys.readouterr().out
-    expected = 80 * 2 * (8 * 5120**2 + 2 * 5120 * 13824)
-    match = re.search(
-        r"Copied per step: (\S+) GB, 40 blocks in 2 forwards, (\S+) s at 25 GB/s", output
-    )
+    expected = count * 2 * (8 * 5120**2 + 2 * 5120 * 13824)
+    match = re.search(rf"Copied per step: (\S+) GB, 40 blocks{calls}, (\S+) s at 25 GB/s", output)
     assert match is not None
     assert float(match[1]) * 1e9 == pytest.approx(expected, rel=0.01)
     assert float(match[2]) == pytest.approx(expected / 25e9, rel=0.01)

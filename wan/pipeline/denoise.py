@@ -7,7 +7,7 @@ Legend: Z latent channels, f h w latent frames/height/width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -290,18 +290,22 @@ def predict_both_velocities(
     cond_kwargs, uncond_kwargs = (
         _make_branch_kwargs(inputs, step, branch) for branch in ("cond", "uncond")
     )
-    model_kwargs: dict[str, Any] = {
-        name: [value, uncond_kwargs[name]]
-        if isinstance(value, Tensor | StepInfo)
-        else [*value, *uncond_kwargs[name]]
-        if _is_tensor_list(value)
-        else value
-        for name, value in cond_kwargs.items()
-    }
-    if inputs.clip_fea is not None:
-        model_kwargs["clip_fea"] = inputs.clip_fea  # all samples share it
+    model_kwargs = merge_branch_kwargs(cond_kwargs, uncond_kwargs)
     cond, uncond = model([latents, latents], t, seq_len=step.valid_len, **model_kwargs)
     return cond, uncond
+
+
+def merge_branch_kwargs(
+    cond_kwargs: Mapping[str, Any], uncond_kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Merges the keywords of two calls of a network into those of one call with two samples."""
+
+    def merge(name: str, value: Any) -> Any:
+        if name != "clip_fea" and isinstance(value, Tensor | StepInfo):  # samples share clip_fea
+            return [value, uncond_kwargs[name]]
+        return [*value, *uncond_kwargs[name]] if _is_tensor_list(value) else value
+
+    return {name: merge(name, value) for name, value in cond_kwargs.items()}
 
 
 def _make_branch_kwargs(inputs: DenoiseInputs, step: StepInfo, branch: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from wan.modules.lockstep import can_run_in_lockstep
 from wan.pipeline import weight_sizes
 from wan.pipeline.preview import count_preview_latents
 from wan.pipeline.setup import Setup
@@ -259,6 +260,19 @@ def count_branches(params: VideoParams, parallel: Parallel) -> int:
     return 2 if params.uses_guidance and parallel.cfg_size == 1 else 1
 
 
+def runs_in_lockstep(setup: Setup, params: VideoParams, device: str) -> bool:
+    """Whether both guidance branches use a block's weights together; see `wan.modules.lockstep`."""
+    config, (expert, *_) = setup.checkpoint.config, setup.checkpoint.experts
+    return (
+        count_branches(params, setup.parallel) == 2
+        and can_run_in_lockstep(params.max_clip_tokens, config["dim"], config["ffn_dim"])
+        and (
+            setup.execution.offload_model == "block"
+            or bool(weight_sizes.find_unconverted_layers(setup, expert, device))
+        )
+    )
+
+
 def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize:
     """Estimates a DiT from its weights, the text K/V and the residual stream.
 
@@ -273,6 +287,7 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
     text_bytes *= config["text_len"] * c * e
     tokens = -(-params.max_clip_tokens // parallel.sequence_size)
     num_streams = 2 if num_control else 1  # the video stream and the control stream
+    num_streams *= 1 + runs_in_lockstep(setup, params, device)
     activations = tokens * (num_streams * 4 * c + e * max(5 * c, 2 * c + f))
     gathered_bytes = 0
     weights = unsharded = weight_sizes.sum_dit_weights(setup, device, 1)

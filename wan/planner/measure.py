@@ -7,8 +7,10 @@ so sharded networks run on PyTorch's fake tensors.
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -20,8 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 from wan.cache.policy import BRANCHES
+from wan.checkpoint.dequantise import TO_FLOAT
 from wan.checkpoint.load import DTYPES, UNSHARDED, DtypeRule, Sharding, make_dit_dtype_rule
-from wan.checkpoint.tensor_info import FLOATS, TensorInfo
+from wan.checkpoint.tensor_info import FLOATS, GGUF, TensorInfo
 from wan.device import Device, select_device
 from wan.distributed import mesh
 from wan.kernels.forward_context import StepInfo
@@ -32,6 +35,7 @@ from wan.modules.lora_branch import LoraBranch
 from wan.modules.model import WanModel
 from wan.modules.vae import tiles, video_vae
 from wan.pipeline import build, memory_estimate, weight_sizes, weight_transforms
+from wan.pipeline.denoise import merge_branch_kwargs
 from wan.pipeline.memory_estimate import NetworkSize, NetworkSizes, Usage
 from wan.pipeline.preview import count_preview_latents
 from wan.pipeline.setup import Setup
@@ -122,8 +126,8 @@ class Planner:
         """Computes the copies of `offload_model=block` in a step.
 
         Returns:
-            The streamed blocks of a forward, the forwards of a step on a rank, and the bytes of all
-            copies.
+            The streamed blocks of a forward, how often a step copies each of them on a rank, and
+            the bytes of all copies.
         """
         setup, execution = self.setup, self.setup.execution
         num_layers = setup.checkpoint.config["num_layers"]
@@ -131,11 +135,32 @@ class Planner:
         num_streamed = (
             0 if num_held == num_layers else num_layers - (execution.resident_blocks or 0)
         )
-        num_forwards = len(self.list_branches(setup.parallel))
+        num_forwards = self.count_weight_uses()
         block_bytes = (
             self.measure_forwards(setup.parallel)[0].size.weights.block if num_streamed else 0
         )
         return num_streamed, num_forwards, num_streamed * num_forwards * block_bytes
+
+    def estimate_upcast_seconds(self) -> float:
+        """Estimates the seconds of a step in which a CPU dequantizes weights; 0 if it keeps none.
+
+        The rates are measured on this machine.
+        """
+        expert, seconds, numbers = next(iter(self.setup.checkpoint.experts)), 0.0, Counter[str]()
+        layers = weight_sizes.find_unconverted_layers(self.setup, expert, self.device.type)
+        if self.device.type != "cpu" or self.setup.multiplies_fp8:
+            return 0
+        for info, _ in layers.values():
+            numbers[info.dtype] += prod(info.shape)
+        for dtype, number in numbers.items():
+            seconds += number * measure_upcast_seconds(dtype, build.DTYPES[self.precision])
+        return seconds * self.count_weight_uses()
+
+    def count_weight_uses(self) -> int:
+        """Returns how often a step needs the weights of a block: in lockstep once."""
+        if memory_estimate.runs_in_lockstep(self.setup, self.params, self.device.type):
+            return 1
+        return len(self.list_branches(self.setup.parallel))
 
     def list_branches(self, parallel: Parallel) -> tuple[str, ...]:
         """Returns the guidance branches that a rank computes."""
@@ -313,6 +338,8 @@ class Planner:
             components = build.build_components(setup, selected, groups, step_cache)
             step_cache.start_run(dict.fromkeys(BRANCHES, step_cache.memory_plan_steps))
             network = self._build_first_expert(setup, components)
+            if setup.execution.offload_model == "block" and network.hold_weights is None:
+                network.hold_weights = nullcontext
             sharding, _ = build.make_weight_shardings(parallel, groups)
             dtypes = make_dit_dtype_rule(compute, setup.execution.convert_model_dtype)
             with _prepare_meta_network(
@@ -419,11 +446,17 @@ class Planner:
         step_indices, collectives = sorted({0, sparse_from}), list[Collectives]()
         for index in [0, *step_indices] if setup.cache.policy != "none" else step_indices:
             tracker.sent_operations.clear()
+            calls = list[dict[str, Any]]()
             for branch, text_LC in zip(branches, contexts, strict=True):
                 step = StepInfo(index, steps, branch, setup.preset.experts[0], grid, prod(grid))
-                kwargs = model_kwargs | ({"y": [y]} if len(y) else {})
-                with tracker:
-                    network([x], t, context=[text_LC], seq_len=prod(grid), **kwargs, step=step)
+                calls.append({**model_kwargs, "context": [text_LC], "step": step})
+                calls[-1] |= {"y": [y]} if len(y) else {}
+            with tracker:
+                if len(calls) == 2 and network.runs_in_lockstep(prod(grid)):
+                    network([x, x], t, seq_len=prod(grid), **merge_branch_kwargs(*calls))
+                else:
+                    for kwargs in calls:
+                        network([x], t, seq_len=prod(grid), **kwargs)
             num_calls = len(branches) * len(network.self_attention_blocks())
             operations = tracker.sent_operations
             collectives.append(operations[: len(operations) // num_calls])
@@ -441,6 +474,19 @@ class Planner:
             if is_distributed:
                 groups = mesh.make_parallel_groups(select_device("cpu"), parallel.mesh_shape)
             yield groups
+
+
+def measure_upcast_seconds(stored_dtype: str, dtype: torch.dtype) -> float:
+    """Measures the seconds that dequantizing a weight takes on this CPU; `WeightOnlyLinear`."""
+    block_values, block_bytes = GGUF.get(stored_dtype, (1, 1))
+    stored = torch.zeros(1 << 10, (1 << 10) // block_values * block_bytes, dtype=torch.uint8)
+    stored = stored.view(DTYPES.get(stored_dtype, torch.uint8))
+    weights, seconds = torch.empty(1 << 20, dtype=dtype), list[float]()
+    for _ in range(5):
+        start = time.perf_counter()
+        weights.copy_(TO_FLOAT[stored_dtype](stored).flatten())
+        seconds.append(time.perf_counter() - start)
+    return min(seconds) / len(weights)
 
 
 def _iter_tensors(model_kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

@@ -90,9 +90,13 @@ def describe_plan(planner: Planner, task: str, host_gbs: float | None = None) ->
         seconds = (
             "" if host_gbs is None else f", {total / host_gbs / 1e9:.2f} s at {host_gbs:g} GB/s"
         )
-        blocks, calls = _format_count(num_streamed, "block"), _format_count(forwards, "forward")
-        size = _format_bytes(total)
-        lines.append(f"Copied per step: {at_most}{size}, {blocks} in {calls}{seconds}")
+        blocks, size = _format_count(num_streamed, "block"), _format_bytes(total)
+        calls = f" in {_format_count(forwards, 'forward')}"
+        if forwards < len(planner.list_branches(parallel)):
+            calls = ", once for both guidance branches"
+        lines.append(f"Copied per step: {at_most}{size}, {blocks}{calls}{seconds}")
+    if upcast_seconds := planner.estimate_upcast_seconds():
+        lines.append(f"Dequantized per step: in {upcast_seconds:.2g} s, by the rate of this CPU")
     return [
         *lines,
         "  not counted: driver, communication buffers, kernels' scratch, fragments",
@@ -167,7 +171,7 @@ def describe_rereads(planner: Planner, memory: int) -> Iterator[str]:
         memory: Available bytes; 0 if unknown.
     """
     stages = planner.compute_stage_memory()
-    forwards = len(planner.list_branches(planner.setup.parallel))
+    forwards = planner.count_weight_uses()
     for name, usage in planner.sum_mapped_weights().items():
         size, need = usage.total(), stages[name].total()
         reread_bytes = min(size, size + need - memory)
