@@ -16,6 +16,7 @@ from tests.conftest import slow
 from tests.pipelines import build_quick_pipeline, generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_marks import encode_quant_metadata, quantise_state
+from wan.checkpoint.dequantise import convert_e4m3
 from wan.kernels.weight_only_linear import FP8Linear, WeightOnlyLinear, check_fp8_capability
 
 E4M3 = torch.float8_e4m3fn
@@ -118,3 +119,11 @@ def test_weights_and_devices_that_are_refused(tiny: Any) -> None:
     }
     check_refusals("fp8 weights", messages)
     check_fp8_capability((8, 9))
+
+
+def test_all_codes_of_e4m3() -> None:
+    """With and without NaN, in a slice of rows, and none at all."""
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(E4M3)
+    for values in (codes, codes[1:7], codes[8:15, :15], codes[:0]):
+        expected = values.double().float().view(torch.int32)
+        assert torch.equal(convert_e4m3(values).view(torch.int32), expected)

@@ -11,11 +11,13 @@ import resource
 import shutil
 import struct
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -361,6 +363,22 @@ def test_a_lora_on_weight_only_layers(
         mode_flags = ["--gguf_weights", weight_mode, "--offload_model", offload]
         result = generate_quick_latents(files, *arguments, *mode_flags)
         assert (result - expected).abs().max() <= 1e-5 * expected.abs().max(), mode_flags
+
+
+def test_a_weight_is_dequantized_once_per_step(stored_as: Any) -> None:
+    """For both guidance branches, in memory that is reused and then freed."""
+    files, _ = stored_as("Q4_K")
+    upcast, counts = WeightOnlyLinear._upcast, Counter[WeightOnlyLinear]()
+
+    def count_upcast(linear: WeightOnlyLinear, weight_OI: Tensor) -> None:
+        counts[linear] += 1
+        upcast(linear, weight_OI)
+
+    run, pipeline = build_quick_pipeline(files, "--sample_steps", "3", "--text_kv_cache", "false")
+    with mock.patch.object(WeightOnlyLinear, "_upcast", count_upcast):
+        pipeline.generate_latents(run.params)
+    assert [*counts.values()] == [3] * 20
+    assert not next(iter(counts))._memory._buffers
 
 
 def test_weight_only_layers_take_the_bytes_of_the_file(stored_as: Any) -> None:
