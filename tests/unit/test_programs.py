@@ -40,6 +40,7 @@ NUMBERS = {  # module -> options with a number | other required arguments
     "benchmarks.mlperf.__main__": "--ranks --modes",
     "benchmarks.power_model": "--tau --f_low --pfa --frame_num --sample_steps --ulysses_size",
     "benchmarks.powercap_gpu": "--tokens --heads --head_dim --hidden --link_gbs --seconds --rounds",
+    "benchmarks.quantised_weights": "--layers --frames --tokens --rounds",
     "benchmarks.residency": "--layers --limit --lora",
     "benchmarks.service": "--rounds --videos",
     "benchmarks.service_connections": "--connections --seconds",
@@ -69,8 +70,8 @@ NUMBERS = {  # module -> options with a number | other required arguments
 }
 WITH_JSON = """
     against attention_modes changes clip diffusers_parallel dit_forward limited_link long_videos
-    plan_memory powercap_gpu residency service service_connections service_history service_soak
-    step_cache trace_overhead traffic vace vae
+    plan_memory powercap_gpu quantised_weights residency service service_connections
+    service_history service_soak step_cache trace_overhead traffic vace vae
 """
 OUTPUTS = {  # module -> options that name a file | other required arguments
     **{f"benchmarks.{name}": "--json" for name in WITH_JSON.split()},
