@@ -73,8 +73,13 @@ def quantize_randomly(variant: str, linear: nn.Linear, memory: UpcastMemory) -> 
     return WeightOnlyLinear(stored, TO_FLOAT[variant], bias, in_features=columns, memory=memory)
 
 
-def make_network(preset: Preset, num_layers: int, variant: str) -> WanModel:
-    """Make a network in bfloat16 whose blocks share the weights of the first one."""
+def make_network(
+    preset: Preset, num_layers: int, variant: str, weights: dict[str, nn.Parameter]
+) -> WanModel:
+    """Make a network in bfloat16 whose blocks share the weights of the first one.
+
+    weights: Those that all variants share, by name; the first variant adds them.
+    """
     ops = BlockOps(run_op=CompiledOps(STEPS_BY_OP))
     with torch.device("meta"):
         network = WanModel(
@@ -90,10 +95,12 @@ def make_network(preset: Preset, num_layers: int, variant: str) -> WanModel:
     for name, parameter in network.named_parameters():
         if not name.startswith("blocks.") or name.startswith("blocks.0."):
             dtype = torch.float32 if keeps_fp32(name) else torch.bfloat16
-            values = (torch.randn(parameter.shape) * 0.02).to(dtype)
+            if name not in weights:
+                values = (torch.randn(parameter.shape) * 0.02).to(dtype)
+                weights[name] = nn.Parameter(values, requires_grad=False)
             module_name, _, parameter_name = name.rpartition(".")
             module = network.get_submodule(module_name)
-            setattr(module, parameter_name, nn.Parameter(values, requires_grad=False))
+            setattr(module, parameter_name, weights[name])
     memory, first_block = UpcastMemory(), network.blocks[0]
     if variant != "bf16":
         for name, module in list(first_block.named_modules()):
@@ -144,7 +151,8 @@ def measure_variants(
 ) -> dict[str, Any]:
     """Measure the seconds of a step of every variant in every round."""
     torch.manual_seed(0)
-    networks = {name: make_network(preset, num_layers, name) for name in variants}
+    weights = dict[str, nn.Parameter]()
+    networks = {name: make_network(preset, num_layers, name, weights) for name in variants}
     seconds = common.time_interleaved(
         {name: make_step(network, grid) for name, network in networks.items()}, rounds
     )
