@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -132,12 +133,13 @@ def trace_control_modes(skipped: bool) -> list[RankReport]:
     """Trace every mode with one control block. skipped: all blocks but the first are skipped."""
     job, reports = replace(JOB, kind="vace"), []
 
-    def first_block(x: Tensor, blocks: Any, *_: object) -> Tensor:
-        x = blocks(x, 0, 1)
+    def run_first_block(x: Tensor, blocks: Any, *_: object) -> Any:
+        x = yield from blocks(x, 0, 1)
         trace.record_marker("cache", what="blocks", decision="skipped", first=1)
         return x
 
-    model_components = {"step_cache": first_block} if skipped else {}
+    step_cache = SimpleNamespace(iterate=run_first_block)
+    model_components = {"step_cache": step_cache} if skipped else {}
     for mode in ROWS:
         plan = replace(make_plan(Topology(2, 1), mode, "dense"), control=(0,))
         layer, events = attention_layer(Topology(2, 1), mode), list[trace.Event]()
