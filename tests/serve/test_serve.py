@@ -113,6 +113,21 @@ def test_create_poll_and_fetch(served: ServiceProcess, own: np.ndarray, tmp_path
     assert headers["content-type"] == "video/mp4"
 
 
+def test_several_videos_of_one_job(served: ServiceProcess, own: np.ndarray, tmp_path: Path) -> None:
+    """Each equals the video of a request with its seed alone."""
+    single, several = served.create(seed=6, size="64x64"), served.create(seed=6, n=2, size="64x64")
+    frames = []
+    for video, index in ((single, 0), (several, 0), (several, 1)):
+        assert served.wait_for_video(video)["status"] == "completed"
+        content = served.request(f"/v1/videos/{video}/content?index={index}")[2]
+        (tmp_path / "v.mp4").write_bytes(content)
+        frames.append(read_frames(tmp_path / "v.mp4"))
+    assert (frames[0] == frames[1]).all() and (frames[2] == own).all()
+    assert (frames[0] != frames[2]).any()
+    video = served.request(f"/v1/videos/{several}")[2]
+    assert video["steps"] == [4, 4] and all(row["stage_durations"] for row in video["data"])
+
+
 def test_events_of_stages_and_steps(served: ServiceProcess) -> None:
     """The stages that the ranks report, in their order, and every step."""
     video = served.create(num_inference_steps=3)
