@@ -58,6 +58,11 @@ async def test_odd_values(jobs: Jobs) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
     # fields of the request, and the field named by the refusal
     "unknown field": ({"colour": "red"}, "colour"),
+    "name of other programs": ({"steps": 4}, "steps"),
+    "name of a flag": ({"frames": 5}, "frames"),
+    "misspelt": ({"guidence_scale": 4}, "guidence_scale"),
+    "misspelt setting": ({"sample_step": 4}, "sample_step"),
+    "of loading, misspelt": ({"ckpt_dirs": "/x"}, "ckpt_dirs"),
     "size": ({"size": "17x33"}, "size"),
     "frames": ({"num_frames": 6}, "num_frames"),
     "steps": ({"num_inference_steps": 0}, "num_inference_steps"),

@@ -1,13 +1,16 @@
-"""Estimates the duration of jobs from completed videos, and from it the waiting times."""
+"""Estimates the duration of jobs from completed videos, waiting times, and memory."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from wan.app.run import Run
+from wan.pipeline import memory_estimate
 from wan.serve.journal import Journal, ServiceJob
+from wan.utils.log import logger
 
 _MAX_SAMPLES = 200  # completed jobs from which durations are estimated
 
@@ -104,3 +107,16 @@ def _get_elapsed(job: ServiceJob) -> float:
     """Returns the seconds since a running job, or its present video, was started."""
     now = time.time()
     return now - max(job.started or now, job.output_started)
+
+
+def describe_planned_memory(resolve_run: Callable[[], Run]) -> str:
+    """Returns a sentence with the planned peak memory of a run; "" if planning fails."""
+    try:
+        run = resolve_run()
+        sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
+        stages = memory_estimate.compute_stage_memory(run.setup, run.params, sizes).values()
+        peak_bytes = max(usage.total() for usage in stages)
+        return f"The estimated need is {peak_bytes / 1e9:.1f} GB on each rank."
+    except Exception:  # it is only a hint
+        logger.debug("no plan", exc_info=True)
+        return ""

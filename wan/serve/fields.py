@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,13 @@ from wan.app.run import PATH_SETTINGS, Run
 from wan.serve.webhook_hosts import read_url
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.fields import list_options
-from wan.settings.flags import FLAG_ALIASES, FLAGS, check_exclusive_settings, read_settings
+from wan.settings.flags import (
+    FLAG_ALIASES,
+    FLAGS,
+    FOREIGN_NAMES,
+    check_exclusive_settings,
+    read_settings,
+)
 from wan.settings.values import (
     format_value,
     integer,
@@ -235,7 +242,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         elif name not in FLAGS or (
             name in PATH_SETTINGS and not _equals_current_value(name, value, run)
         ):
-            raise InputError(key, why="is not a known field", remedy="remove it")
+            raise InputError(key, why="is not a known field", remedy=_suggest_field(key))
         elif not FLAGS[name].line:
             if not _equals_current_value(name, value, run):
                 why = "can only be set when the service starts"
@@ -321,6 +328,15 @@ def _find_setting(key: str, value: Any, task: str) -> str:
     if key == "input_references" and is_one and task not in FLAGS[PICTURES].tasks:
         return "image"
     return name
+
+
+def _suggest_field(key: str) -> str:
+    """Returns what to do about an unknown field."""
+    flag = FOREIGN_NAMES.get(key.replace("-", "_"), "")
+    names = {name for name, flag in FLAGS.items() if flag.line and name not in PATH_SETTINGS}
+    known = [flag] if flag in names else []
+    known += get_close_matches(key, (*names, *FIELD_TO_SETTING, *COMPUTED_FIELDS), 1, 0.75)
+    return f"did you mean {FIELD_NAMES.get(known[0], known[0])}" if known else "remove it"
 
 
 def _check_api_field(key: str, value: Any) -> None:

@@ -117,8 +117,8 @@ def remove_job_files(folder: Path, keep: Callable[[str], bool] | None = None) ->
 def remove_orphaned_folders(jobs: Path, state_of: Callable[[str], str | None]) -> None:
     """Removes the folders of deleted jobs and unfinished folders without a job in the journal.
 
-    An unfinished folder stays if it has a file that the service does not write. A folder with a
-    finished video and its record stays, so that its job can be restored.
+    An unfinished folder stays if it has a file that the service does not write. A folder with the
+    record of a finished video stays, so that its job can be restored; the video may be in a store.
 
     Args:
         jobs: The parent folder.
@@ -128,7 +128,7 @@ def remove_orphaned_folders(jobs: Path, state_of: Callable[[str], str | None]) -
         if folder.is_symlink() or not folder.is_dir() or not JOB_ID.fullmatch(folder.name):
             continue
         state = state_of(folder.name)
-        is_finished = all((folder / name).exists() for name in ("video.mp4", "video.json"))
+        is_finished = (folder / "video.json").exists()
         paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*"))
         has_only_job_files = all(map(_JOB_FILES.fullmatch, paths))
         if state == "deleted" or (state is None and has_only_job_files and not is_finished):

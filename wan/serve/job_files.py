@@ -22,20 +22,24 @@ from wan.utils.log import logger
 
 
 class JobFiles:
-    """The folders of all jobs, `jobs/ID`."""
+    """The folders of all jobs.
+
+    Attributes:
+        jobs: Their parent; each is `jobs/ID`.
+    """
 
     def __init__(self, jobs: Path) -> None:
         """Creates the parent folder."""
-        self._jobs = jobs
+        self.jobs = jobs
         jobs.mkdir(parents=True, exist_ok=True)
 
     def job_folder(self, job: ServiceJob) -> Path:
         """Returns the folder of a job's files."""
-        return self._jobs / job.id
+        return self.jobs / job.id
 
     def has_folder(self, job_id: str) -> bool:
         """Returns whether a job has a folder."""
-        return (self._jobs / job_id).exists()
+        return (self.jobs / job_id).exists()
 
     def upload_path(self, job: ServiceJob, upload_name: str) -> Path:
         """Returns the path of an uploaded file of a job."""
@@ -47,7 +51,7 @@ class JobFiles:
 
     def list_jobs_with_video(self) -> list[str]:
         """Returns the ids of the jobs that have a video on the local disk."""
-        return [*{path.parent.name: None for path in self._jobs.glob("*/video*.mp4")}]
+        return [*{path.parent.name: None for path in self.jobs.glob("*/video*.mp4")}]
 
     def read_preview(self, job: ServiceJob, index: int | None = None) -> bytes:
         """Reads the newest preview of a job, or of one of its videos.

@@ -113,7 +113,9 @@ def _list_paths(request: RequestSchema) -> dict[str, Schema]:
                     "application/json": {
                         "schema": {
                             "type": "object",
-                            "properties": {"prompt": request.properties["prompt"]},
+                            "properties": {
+                                name: request.properties[name] for name in ("prompt", "webhook_url")
+                            },
                             "required": ["prompt"],
                         }
                     }

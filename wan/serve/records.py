@@ -54,11 +54,26 @@ def restore_finished_jobs(jobs: Path, journal: Journal) -> None:
         logger.warning(message, len(finished_jobs), jobs)
 
 
-def read_finished_job(folder: Path) -> ServiceJob | None:
-    """Returns the job of a folder with its complete videos, which have a record; None without."""
+def list_stored_jobs(jobs: Path, journal: Journal) -> list[ServiceJob]:
+    """Returns the jobs that are missing in the journal and have records, but no local videos.
+
+    Their videos are in a store, unless someone has removed them.
+    """
+    folders = (path for path in jobs.iterdir() if JOB_ID.fullmatch(path.name))
+    unlisted = (path for path in folders if journal.get_state(path.name) is None)
+    without_video = (path for path in unlisted if not any(path.glob("*.mp4")))
+    stored_jobs = (read_finished_job(path, is_stored=True) for path in without_video)
+    return sorted(filter(None, stored_jobs), key=lambda job: job.created)
+
+
+def read_finished_job(folder: Path, is_stored: bool = False) -> ServiceJob | None:
+    """Returns the job of a folder with its complete videos; None without any.
+
+    is_stored: The videos are not in the folder, only their records.
+    """
     job: ServiceJob | None = None
     for index in count():
-        output = _read_finished_output(folder, index)
+        output = _read_finished_output(folder, index, is_stored)
         if output is None:
             break
         job = output if job is None else _merge_output(job, output)
@@ -67,16 +82,13 @@ def read_finished_job(folder: Path) -> ServiceJob | None:
     return job
 
 
-def _read_finished_output(folder: Path, index: int) -> ServiceJob | None:
+def _read_finished_output(folder: Path, index: int, is_stored: bool) -> ServiceJob | None:
     """Returns a job with one of the videos of a folder; None unless that is complete."""
     video = folder / f"{make_output_stem(index)}.mp4"
     record = video.with_suffix(".json")
     try:
-        if (
-            is_output(video, VIDEO_KIND)
-            and _is_complete_mp4(video)
-            and is_output(record, RECORD_KIND)
-        ):
+        is_complete = is_stored or (is_output(video, VIDEO_KIND) and _is_complete_mp4(video))
+        if is_complete and is_output(record, RECORD_KIND):
             return _make_completed_job(folder.name, read_json(record))
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError, OSError):
         logger.debug("%s is not a record of a job.", record, exc_info=True)

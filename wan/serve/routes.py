@@ -35,6 +35,7 @@ from wan.serve.responses import (
 from wan.serve.service import Service
 from wan.serve.store import Store
 from wan.serve.stored_files import make_stored_response, read_stored_file
+from wan.serve.webhook_hosts import read_url
 from wan.settings.values import integer
 
 _POLL_SECONDS = 1.0  # seconds; shortest polling interval of clients and of the synchronous routes
@@ -239,11 +240,14 @@ class Routes:
 
     async def remix(self, request: Request) -> Response:
         body = {k: v for k, v in (await read_body(request)).items() if v is not None}
+        url = body.pop("webhook_url", None)
         if {*body} != {"prompt"} or not isinstance(body["prompt"], str):
-            raise RefusedError("A remix takes a prompt and nothing else.", param="prompt")
+            message = "A remix takes a prompt, a webhook_url, and nothing else."
+            raise RefusedError(message, param="prompt")
         fields.check_prompt(body["prompt"])
+        url = None if url is None else read_url(url)
         key = _read_idempotency_key(request)
-        job = await self._service.remix(request.path_params["id"], body["prompt"], *key)
+        job = await self._service.remix(request.path_params["id"], body["prompt"], url, *key)
         self._service.waiters.claim(job)
         return self._make_video_response(job)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from wan.app import resolve
 from wan.app.run import Run
-from wan.pipeline import memory_estimate
 from wan.serve import fields, records
 from wan.serve.batches import (
     choose_batch_size,
@@ -23,7 +22,7 @@ from wan.serve.batches import (
     make_output_id,
     parse_output_id,
 )
-from wan.serve.estimates import Estimates
+from wan.serve.estimates import Estimates, describe_planned_memory
 from wan.serve.fields import FIELD_NAMES, FOLDER, ParsedRequest
 from wan.serve.folders import JOB_ID, remove_orphaned_folders
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
@@ -36,7 +35,6 @@ from wan.serve.waiters import Waiters
 from wan.serve.webhook_hosts import NO_HOSTS, WebhookHosts
 from wan.settings.errors import InputError, is_disk_full, name_settings
 from wan.settings.flags import read_settings
-from wan.utils.log import logger
 
 
 @dataclass(frozen=True)
@@ -163,41 +161,49 @@ class Service:
         Raises:
             RefusedError: The request is refused.
         """
-        if parsed_request.webhook_url is not None:
-            self.limits.webhook_hosts.check_url(parsed_request.webhook_url)
+        self.limits.webhook_hosts.check_url(parsed_request.webhook_url)
         earlier = self._repeats.find_duplicate(digest, key, is_retry)
         if earlier is not None:
             return earlier, True
         return await self._admit_or_record_failure(parsed_request, digest, key, is_retry)
 
     async def remix(
-        self, job_id: str, prompt: str, key: str | None = None, is_retry: bool = False
+        self,
+        job_id: str,
+        prompt: str,
+        webhook_url: str | None = None,
+        key: str | None = None,
+        is_retry: bool = False,
     ) -> ServiceJob:
         """Queues a copy of a job: the same settings, seed and files, a new prompt for all clips.
 
-        `key` and `is_retry` are as in `create`.
+        Args:
+            webhook_url: Gets the events of the copy. That of the job may be another client's.
+            key, is_retry: As in `create`.
         """
-        digest = hash_request({"remix": job_id, "prompt": prompt})
+        url = {} if webhook_url is None else {"webhook_url": webhook_url}
+        digest = hash_request({"remix": job_id, "prompt": prompt} | url)
+        self.limits.webhook_hosts.check_url(webhook_url)
         earlier = self._repeats.find_duplicate(digest, key, is_retry)
         if earlier is not None:
             return earlier
         job = self.find_job(job_id)
         try:
-            request = await asyncio.to_thread(self._copy_request, job, prompt)
+            request = await asyncio.to_thread(self._copy_request, job, prompt, webhook_url)
         except OSError as error:  # deleted meanwhile
             message = f"The files of the video {job.id} are gone."
             raise RefusedError(message, 404, "not_found", "video_id") from error
         self.find_job(job_id)
         return (await self._admit_or_record_failure(request, digest, key, is_retry, job.id))[0]
 
-    def _copy_request(self, job: ServiceJob, prompt: str) -> ParsedRequest:
-        """Returns the request of a job with another prompt."""
+    def _copy_request(self, job: ServiceJob, prompt: str, webhook_url: str | None) -> ParsedRequest:
+        """Returns the request of a job with another prompt and webhook."""
         settings = {name: x for name, x in job.settings.items() if name != "clip_prompts"}
         if "clip_prompts" in job.settings:
             settings["num_clip"] = len(job.settings["clip_prompts"])
-        return ParsedRequest(
-            settings | {"prompt": prompt}, self.files.read_uploads(job), job.priority, job.names
-        )
+        settings["prompt"] = prompt
+        files = self.files.read_uploads(job)
+        return ParsedRequest(settings, files, job.priority, job.names, webhook_url)
 
     async def _admit_or_record_failure(
         self,
@@ -243,6 +249,10 @@ class Service:
         if job is None:
             raise RefusedError(f"There is no video {job_id[:100]!r}.", 404, "not_found", "video_id")
         return self._running.get(job.id, job)
+
+    def list_stored_jobs(self) -> list[ServiceJob]:
+        """Returns the jobs missing in the journal whose videos are in a store."""
+        return records.list_stored_jobs(self.files.jobs, self.journal)
 
     async def wait_for_change(self) -> None:
         """Waits for the next change of any job."""
@@ -397,7 +407,8 @@ class Service:
             return
         self.files.remove_attempt(job, keep_clips=False)
         if code == "out_of_memory":
-            message = f"{message} {self._describe_planned_memory(job)}".strip()
+            need = describe_planned_memory(lambda: self._resolve_run(job))
+            message = f"{message} {need}".strip()
         error = {"code": code, "message": message}
         changes = {"state": "failed", "ended": time.time(), "error": error}
         self.journal.update_job(job, **changes, preview_step=0)
@@ -552,18 +563,6 @@ class Service:
             files = self.folder_files
             param = next((name for name in files if files[name] in error.why), next(iter(files)))
         return RefusedError(message, param=param)
-
-    def _describe_planned_memory(self, job: ServiceJob) -> str:
-        """Returns a sentence with the planned peak memory of a job; "" if planning fails."""
-        try:
-            run = self._resolve_run(job)
-            sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
-            stages = memory_estimate.compute_stage_memory(run.setup, run.params, sizes).values()
-            peak_bytes = max(usage.total() for usage in stages)
-            return f"The estimated need is {peak_bytes / 1e9:.1f} GB on each rank."
-        except Exception:  # it is only a hint
-            logger.debug("no plan", exc_info=True)
-            return ""
 
     async def _delete_old_jobs(self) -> None:
         """Deletes expired jobs, and the oldest jobs above the quota, every ten seconds."""

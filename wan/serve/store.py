@@ -11,7 +11,7 @@ from typing import Any
 
 from wan.serve import pictures
 from wan.serve.connections import RareMessages
-from wan.serve.folders import list_output_files, remove_job_files
+from wan.serve.folders import list_output_files, make_output_stem, remove_job_files
 from wan.serve.journal import ServiceJob
 from wan.serve.retries import RetryQueue, call_in_thread
 from wan.serve.service import Service
@@ -240,7 +240,25 @@ class StoreUploads:
 
     async def run(self) -> None:
         """Uploads and removes videos until it is cancelled."""
+        await self._restore_jobs()
         await self._queue.run()
+
+    async def _restore_jobs(self) -> None:
+        """Adds the stored videos whose jobs are missing in the journal, by their local records."""
+        num_restored, journal = 0, self._service.journal
+        for job in self._service.list_stored_jobs():
+            try:
+                names = [make_output_stem(index) for index in range(job.num_outputs)]
+                sizes = [await self._store.get_size(job.id, f"{name}.mp4") for name in names]
+            except StoreError as error:
+                logger.error("Stored videos are not listed before the next start: %s", error)
+                return
+            if None not in sizes and journal.get_state(job.id) is None:
+                job.store_state = "stored"
+                journal.restore_job(job)
+                num_restored += 1
+        if num_restored:
+            logger.warning("%d stored videos were restored from their records.", num_restored)
 
     async def _update_store(self, job_id: str) -> bool:
         """Uploads or removes the files of a job once; returns whether that is done."""
