@@ -163,7 +163,7 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
     large_int = make_argument_type(integer(1, 1_000_000))
     days = make_argument_type(real(0, 36_500, exclude_min=True))
     gigabytes = make_argument_type(real(0, 1e6, exclude_min=True))
-    add("--queue", type=large_int, default=100, help="maximum of queued jobs (default 100)")
+    add("--queue", type=large_int, default=100, help="maximum of queued videos (default 100)")
     add(
         "--together",
         type=small_int,

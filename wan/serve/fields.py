@@ -334,9 +334,9 @@ def _suggest_field(key: str) -> str:
     """Returns what to do about an unknown field."""
     flag = FOREIGN_NAMES.get(key.replace("-", "_"), "")
     names = {name for name, flag in FLAGS.items() if flag.line and name not in PATH_SETTINGS}
-    known = [flag] if flag in names else []
-    known += get_close_matches(key, (*names, *FIELD_TO_SETTING, *COMPUTED_FIELDS), 1, 0.75)
-    return f"did you mean {FIELD_NAMES.get(known[0], known[0])}" if known else "remove it"
+    similar = [flag] if flag in names else []
+    similar += get_close_matches(key, (*names, *FIELD_TO_SETTING, *COMPUTED_FIELDS), 1, 0.75)
+    return f"did you mean {FIELD_NAMES.get(similar[0], similar[0])}" if similar else "remove it"
 
 
 def _check_api_field(key: str, value: Any) -> None:

@@ -72,9 +72,7 @@ def _list_paths(request: RequestSchema) -> dict[str, Schema]:
             "parameters": [_ID],
             "get": _operation("getVideo", "Return a video", video, ("404",)),
             "delete": _operation(
-                "deleteVideo",
-                "Delete a video, or cancel it",
-                _answer("Deleted.", "DeletedVideo"),
+                "deleteVideo", "Delete a video, or cancel it", _answer("Deleted.", "DeletedVideo"),
                 ("404",),
             ),
         },
