@@ -319,9 +319,14 @@ def test_a_killed_rank(served: ServiceProcess) -> None:
 
 @pytest.mark.slow
 def test_a_killed_front(served: ServiceProcess) -> None:
-    """Running and waiting jobs are made after the next start; the old ranks exit."""
-    running, ranks = served.create(num_inference_steps=20), served.list_rank_pids()
-    served.wait(lambda: has_finished_steps(served, running))
+    """Running and waiting jobs are made after the next start; the old ranks exit.
+
+    The first of two videos is complete, and is not made again.
+    """
+    running, ranks = served.create(num_inference_steps=20, n=2), served.list_rank_pids()
+    served.wait(lambda: served.request(f"/v1/videos/{running}")[2]["steps"][0] > 20)
+    first = served.folder / "jobs" / running / "video.mp4"
+    written = first.stat().st_mtime_ns
     waiting = served.create(seed=7)
     served.kill()
     deadline = time.monotonic() + 20
@@ -329,7 +334,9 @@ def test_a_killed_front(served: ServiceProcess) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     served.start()
-    assert served.wait_for_video(running)["attempt"] == 2
+    resumed = served.wait_for_video(running)
+    assert (resumed["status"], resumed["attempt"]) == ("completed", 2)
+    assert first.stat().st_mtime_ns == written and resumed["steps"] == [40, 40]
     assert served.wait_for_video(waiting)["status"] == "completed"
 
 

@@ -32,7 +32,7 @@ def restore_finished_jobs(jobs: Path, journal: Journal) -> None:
     Args:
         jobs: The parent of the jobs' folders.
     """
-    finished_jobs = []
+    finished_jobs, num_restored = [], 0
     for folder in jobs.iterdir():
         is_folder = JOB_ID.fullmatch(folder.name) and not folder.is_symlink() and folder.is_dir()
         state = journal.get_state(folder.name) if is_folder else "none"
@@ -40,6 +40,7 @@ def restore_finished_jobs(jobs: Path, journal: Journal) -> None:
             finished_jobs.append(job)
     for job in sorted(finished_jobs, key=lambda job: job.created):
         open_job = journal.get(job.id)
+        num_restored += open_job is None or job.outputs_done != open_job.outputs_done
         if open_job is None:
             journal.restore_job(job)
             continue
@@ -48,10 +49,12 @@ def restore_finished_jobs(jobs: Path, journal: Journal) -> None:
             changes |= {"state": "completed", "done": open_job.total, "ended": job.ended}
         elif job.outputs_done == open_job.outputs_done:
             continue
+        else:
+            changes["attempt"] = 1
         journal.update_job(open_job, **changes, bytes=job.bytes)
-    if finished_jobs:
+    if num_restored:
         message = "%d finished videos were restored from their records in %s."
-        logger.warning(message, len(finished_jobs), jobs)
+        logger.warning(message, num_restored, jobs)
 
 
 def list_stored_jobs(jobs: Path, journal: Journal) -> list[ServiceJob]:
