@@ -536,7 +536,7 @@ def test_files_of_a_killed_run_are_removed(plain: Path, tiny, tmp_path: Path) ->
         (tmp_path / name).write_bytes(latents_bytes if "latents" in name else b"unfinished")
     source = tmp_path / names[2].format(f"{host}-{2**22 + 1}")  # no process has this ID
     source.write_bytes(latents_bytes)
-    argv = [*SMALL, "--src_video", source, "--save_file", tmp_path / "v.mp4"]
+    argv = [*SMALL, "--src_video", source, "--strength", 1, "--save_file", tmp_path / "v.mp4"]
     run_generate("--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *argv)
     remaining = {path.name for path in tmp_path.iterdir()} - {"v.mp4", "v.json", source.name}
     other_owners_files = {name.format(owner) for name in names for owner in owners[1:]}
