@@ -31,7 +31,13 @@ if TYPE_CHECKING:
     from wan.vace import WanVace
 
 __all__ = [
-    *("WanAnimate", "WanAnimate2", "WanI2V", "WanS2V", "WanT2V", "WanTI2V", "WanVace"),
+    "WanAnimate",
+    "WanAnimate2",
+    "WanI2V",
+    "WanS2V",
+    "WanT2V",
+    "WanTI2V",
+    "WanVace",
     "save_video",
 ]
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from wan.app.python_api import DefaultFloat, DefaultInt, DefaultStr, Generator, GuideScale
 from wan.settings.execution import Offload
 
+_GUIDANCE = DefaultFloat(3.0)
+
 
 class WanAnimate2(Generator):
     """Moves a character as in a driving video: animate2-14B.
@@ -34,7 +36,7 @@ class WanAnimate2(Generator):
         shift: float = DefaultFloat(5.0),
         sample_solver: str = DefaultStr("dpm++"),
         sampling_steps: int = DefaultInt(40),
-        guide_scale: GuideScale = DefaultFloat(3.0),
+        guide_scale: GuideScale = _GUIDANCE,
         n_prompt: str = "",
         seed: int | None = -1,
         offload_model: Offload = True,

@@ -340,8 +340,8 @@ EXAMPLE_PROMPTS = {
     "i2v": "The scene comes gently to life: a soft breeze, drifting light, and a slow push-in of "
     "the camera while the subject turns towards the viewer.",
     "animate": "视频中的人在做动作",  # the official default
-    "animate2": "A person in a plain room moves as in the driving video, soft even light, the camera "
-    "still at eye level.",
+    "animate2": "A person in a plain room moves as in the driving video, soft even light, the "
+    "camera still at eye level.",
     "s2v": "A person speaks to the camera, the head and the shoulders moving lightly with the "
     "words, soft daylight from a window.",
     "vace": "A red fox trots through fresh snow at dawn, its breath steaming in the cold air, "

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -42,7 +43,6 @@ from wan.tasks.base import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
     from PIL import Image
     from torch import Tensor
 
@@ -73,7 +73,7 @@ class Animate2(Animate):
     kind = "animate2"
     network = "wan.modules.animate2:WanAnimate2Model"
     diffusers_classes = ("WanAnimate2ModularPipeline", "WanAnimate2Transformer3DModel")
-    upload_names: ClassVar[Mapping[str, str]] = {}
+    upload_names: ClassVar = {}
     uploads_without_prompt: ClassVar = frozenset({"image", "src_video"})
     fixed_prompts = (REFERENCE_PROMPT,)
 
@@ -143,6 +143,10 @@ class Animate2(Animate):
     def estimate_denoise_bytes(self, params: VideoParams) -> dict[str, int]:
         return {}
 
+    def estimate_cached_elements(self, params: VideoParams, config: Mapping[str, Any]) -> int:
+        frames, height, width = params.grid
+        return 2 * config["num_layers"] * (frames - 1) * height * width * int(config["dim"])
+
     def make_clips(self, params: VideoParams, inputs: Inputs, encoders: Encoders) -> Animate2Clips:
         assert isinstance(inputs, Animate2Inputs)
         return Animate2Clips(params, inputs, encoders)
@@ -150,7 +154,19 @@ class Animate2(Animate):
     def make_model_kwargs(
         self, params: VideoParams, config: Mapping[str, Any], make: Callable[..., Tensor]
     ) -> dict[str, Any]:
-        raise NotImplementedError
+        return {"log_scale": params.log_scale}
+
+    def compute_model_kwargs(
+        self, params: VideoParams, network: Any, make: Callable[..., Tensor]
+    ) -> dict[str, Any]:
+        _, frames, *sides = params.latent_shape
+        reference_kv = network.compute_reference_kv(
+            make(network.in_dim, frames - 1, *sides),
+            make(network.text_len, network.text_dim),
+            make(1, 257, network.image_dim),
+            (frames, *sides),
+        )
+        return {"reference_kv": reference_kv}
 
 
 TASK = Animate2()
@@ -198,15 +214,24 @@ class Animate2Clips(AnimateClips):
             del known_frames
             encoders.release_vae()
         ones = torch.ones_like(driving[:_MASK_CHANNELS])
-        reference = torch.cat((driving, ones, driving))
-        model_kwargs = make_branch_kwargs(params, reference)
+        reference = torch.cat((driving, ones, driving)).to(encoders.torch_device)
         return params, DenoiseInputs(
             *(self._sample_noise(), *self._contexts),
             y=torch.cat((self._reference, y), dim=1),
             clip_fea=self._features,
             sample_noise=self._sample_noise,
-            model_kwargs=model_kwargs,
+            compute_model_kwargs=partial(self._compute_model_kwargs, reference),
         )
+
+    def _compute_model_kwargs(self, reference: Tensor, network: Any) -> dict[str, dict[str, Any]]:
+        """Computes the keys and values of the reference stream of a clip."""
+        size = self._params.latent_shape[1:]
+        context, features = self._reference_context, self._driving_features
+        kwargs = {
+            "reference_kv": network.compute_reference_kv(reference, context, features, size),
+            "log_scale": self._params.log_scale,
+        }
+        return {"cond": kwargs, "uncond": kwargs | {"skip_blocks": (SKIPPED_BLOCK,)}}
 
     def trim_frames(self, index: int, frames_3FHW: Tensor) -> Tensor:
         """Returns the clip's own frames without the borders."""
