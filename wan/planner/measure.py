@@ -419,7 +419,7 @@ class Planner:
         if token_timesteps is not None and tracker.device == "meta":
             t = token_timesteps
         with tracker:
-            computed = params.task.compute_model_kwargs(params, network, empty)
+            computed = params.task.compute_model_kwargs(params, config, network, empty)
         model_kwargs |= computed
         attention, sparse_from = setup.attention, 0
         if attention.use_rainfusion:

@@ -157,13 +157,19 @@ class Animate2(Animate):
         return {"log_scale": params.log_scale}
 
     def compute_model_kwargs(
-        self, params: VideoParams, network: Any, make: Callable[..., Tensor]
+        self,
+        params: VideoParams,
+        config: Mapping[str, Any],
+        network: Any,
+        make: Callable[..., Tensor],
     ) -> dict[str, Any]:
+        from wan.modules.clip import NUM_TOKENS
+
         _, frames, *sides = params.latent_shape
         reference_kv = network.compute_reference_kv(
-            make(network.in_dim, frames - 1, *sides),
-            make(network.text_len, network.text_dim),
-            make(1, 257, network.image_dim),
+            make(config["in_dim"], frames - 1, *sides),
+            make(config["text_len"], config["text_dim"]),
+            make(1, NUM_TOKENS, config["image_dim"]),
             (frames, *sides),
         )
         return {"reference_kv": reference_kv}

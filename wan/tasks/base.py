@@ -362,7 +362,11 @@ class Task:
         return {}
 
     def compute_model_kwargs(
-        self, params: VideoParams, network: Any, make: Callable[..., Tensor]
+        self,
+        params: VideoParams,
+        config: Mapping[str, Any],
+        network: Any,
+        make: Callable[..., Tensor],
     ) -> dict[str, Any]:
         """Returns, for `--plan`, keywords that the network computes once for all steps."""
         return {}
