@@ -137,7 +137,8 @@ class SingleDeviceAttention:
         step: StepInfo | None = None,
         reference: LayerReference | None = None,
     ) -> TensorCall:
-        return TensorCall(partial(self, valid_len=valid_len, step=step, reference=reference))
+        attend = self if reference is None else partial(self, reference=reference)
+        return TensorCall(partial(attend, valid_len=valid_len, step=step))
 
     def __call__(
         self,
