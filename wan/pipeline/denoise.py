@@ -145,7 +145,13 @@ class DenoisingLoop:
             name in (first_expert, *later_experts) for name in remaining_steps
         )
         num_steps = len(self._noise_schedule.experts)
-        experts.get(first_expert)  # before the bar, so that its rate excludes loading
+        network = experts.get(first_expert)  # before the bar, so that its rate excludes loading
+        if self._inputs.compute_model_kwargs is not None:
+            with torch.no_grad():
+                model_kwargs = self._inputs.compute_model_kwargs(network)
+            self._inputs = replace(
+                self._inputs, model_kwargs=model_kwargs, compute_model_kwargs=None
+            )
         for name in later_experts:
             experts.prefetch(name)
         with (

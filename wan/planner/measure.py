@@ -242,7 +242,7 @@ class Planner:
                 network, tensors = spec.make(), spec.tensors
         network.to(build.DTYPES[self.setup.execution.vae_precision]).eval().requires_grad_(False)
         autoencoder = video_vae.VideoVAE(network)
-        (channels, _, *latent_size), pixel_size = params.latent_shape, params.video_size[::-1]
+        (channels, _, *latent_size), pixel_size = params.latent_shape, params.frame_size[::-1]
         num_latent_frames = params.task.count_decoded_latents(params)
         temporal_stride, spatial_stride, _ = preset.vae_stride
         if tiling:
@@ -319,10 +319,12 @@ class Planner:
                 network, network.blocks, dtypes, sharding, {}, network.adapter_modules
             ) as tracker:
                 self._attach_loras(network, tracker)
-                collectives = self._run_forwards(network, tracker, self.list_branches(parallel))
+                branches = self.list_branches(parallel)
+                collectives, computed = self._run_forwards(network, tracker, branches)
                 activations = tracker.peak_bytes - tracker.live_bytes
                 cached_usage = +tracker.live_bytes
                 residual_bytes = step_cache.cached_bytes()
+                del computed
         num_layers = checkpoint.config["num_layers"] + checkpoint.num_control_blocks
         num_measured = len(network.self_attention_blocks())
         cached_usage["text K/V"] = cached_usage["text K/V"] * num_layers // num_measured
@@ -383,11 +385,14 @@ class Planner:
 
     def _run_forwards(
         self, network: WanModel, tracker: StorageTracker, branches: tuple[str, ...]
-    ) -> tuple[Collectives, ...]:
-        """Runs each guidance branch in a dense and a sparse step; returns a layer's collectives.
+    ) -> tuple[tuple[Collectives, ...], dict[str, Any]]:
+        """Runs each guidance branch in a dense and a sparse step.
 
         With a step cache the first step runs twice: the second time the cache holds the residuals
         of the first.
+
+        Returns:
+            A layer's collectives, and what the network has computed for all steps.
         """
         tracker.track_module(network, "embeddings")
         tracker.track_module(network.text_embedding, "text")
@@ -413,6 +418,9 @@ class Planner:
         token_timesteps = model_kwargs.pop("t", None)
         if token_timesteps is not None and tracker.device == "meta":
             t = token_timesteps
+        with tracker:
+            computed = params.task.compute_model_kwargs(params, network, empty)
+        model_kwargs |= computed
         attention, sparse_from = setup.attention, 0
         if attention.use_rainfusion:
             sparse_from = attention.resolve_sparse_start_step(steps)
@@ -427,7 +435,7 @@ class Planner:
             num_calls = len(branches) * len(network.self_attention_blocks())
             operations = tracker.sent_operations
             collectives.append(operations[: len(operations) // num_calls])
-        return tuple(collectives[-len(step_indices) :])
+        return tuple(collectives[-len(step_indices) :]), computed
 
     @contextmanager
     def _simulate_rank(self, rank: int, parallel: Parallel) -> Iterator[mesh.ParallelGroups | None]:

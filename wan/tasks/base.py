@@ -136,6 +136,7 @@ class DenoiseInputs:
         make_model_timesteps: Converts a timestep t for the model: [1], or one for each token.
         restore_fixed_frames: Overwrites frames that do not change, such as ti2v's first frame.
         model_kwargs: Branch -> further keywords of the network.
+        compute_model_kwargs: Computes `model_kwargs` with the network, once before the first step.
     """
 
     initial_latents: Tensor
@@ -147,6 +148,7 @@ class DenoiseInputs:
     make_model_timesteps: Callable[[Tensor], Tensor] = lambda t: t.reshape(1)
     restore_fixed_frames: Callable[[Tensor], Tensor] = lambda latents: latents
     model_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    compute_model_kwargs: Callable[[Any], Mapping[str, Mapping[str, Any]]] | None = None
 
 
 class Encoders(Protocol):
@@ -239,6 +241,7 @@ class Task:
         upload_names: Field of a service's request -> file of the folder `src_root_path`.
         uploads_without_prompt: Settings with whose files a prompt is optional.
         has_fixed_fps: Whether the frames per second follow from the audio.
+        fixed_prompts: Prompts of all videos, which are encoded with those of the video.
     """
 
     kind = "t2v"
@@ -248,6 +251,7 @@ class Task:
     upload_names: ClassVar[Mapping[str, str]] = {}
     uploads_without_prompt: ClassVar[frozenset[str]] = frozenset()
     has_fixed_fps: ClassVar[bool] = False
+    fixed_prompts: ClassVar[tuple[str, ...]] = ()
 
     # Inputs and settings; no torch.
 
@@ -291,6 +295,10 @@ class Task:
         """Returns (width, height) of the generated video."""
         return params.size
 
+    def compute_frame_size(self, params: VideoParams) -> Size:
+        """Returns (width, height) of the generated frames, from which the video is cropped."""
+        return self.compute_video_size(params)
+
     def count_reference_latents(self, params: VideoParams) -> int:
         """Returns the latent frames of images that precede those of the video."""
         return 0
@@ -327,6 +335,10 @@ class Task:
         """Returns bytes on the device of inputs of denoising other than latents and text."""
         return {}
 
+    def estimate_cached_elements(self, params: VideoParams, config: Mapping[str, Any]) -> int:
+        """Returns the elements that a DiT keeps between forwards, in addition to the text's."""
+        return 0
+
     # Conditions; torch.
 
     def make_denoise_inputs(
@@ -349,6 +361,12 @@ class Task:
         """Returns keywords of the network for `--plan`, with tensors of make(*shape)."""
         return {}
 
+    def compute_model_kwargs(
+        self, params: VideoParams, network: Any, make: Callable[..., Tensor]
+    ) -> dict[str, Any]:
+        """Returns, for `--plan`, keywords that the network computes once for all steps."""
+        return {}
+
     def make_encoder_input(
         self, params: VideoParams, video: Tensor, make: Callable[..., Tensor]
     ) -> Tensor | None:
@@ -362,6 +380,7 @@ TASKS = {
     "ti2v": "textimage2video",
     "s2v": "speech2video",
     "animate": "animate",
+    "animate2": "animate2",
     "vace": "vace",
 }
 """Kind of a task -> its module in `wan.tasks`, which defines `TASK`."""
@@ -390,9 +409,10 @@ class VideoParams(VideoSettings):
 
     @property
     def all_prompts(self) -> tuple[str, ...]:
-        """Prompts to encode: those of the clips and, with guidance, the negative prompt."""
+        """Prompts to encode: of the clips, with guidance the negative one, and of the task."""
         prompts = self.clip_prompts or (self.prompt,)
-        return (*prompts, self.negative_prompt) if self.uses_guidance else prompts
+        negative = (self.negative_prompt,) if self.uses_guidance else ()
+        return (*prompts, *negative, *self.task.fixed_prompts)
 
     @property
     def has_clips(self) -> bool:
@@ -448,12 +468,17 @@ class VideoParams(VideoSettings):
         return self.task.compute_video_size(self)
 
     @property
+    def frame_size(self) -> Size:
+        """(width, height) of the generated frames, in whole tokens."""
+        return self.task.compute_frame_size(self)
+
+    @property
     def latent_shape(self) -> tuple[int, int, int, int]:
         """(channels, frames, height, width) of the latents of the video, or of a clip.
 
         The frames include those of the reference images of Animate (one) and VACE.
         """
-        (width, height), (t, h, w) = self.video_size, self.preset.vae_stride
+        (width, height), (t, h, w) = self.frame_size, self.preset.vae_stride
         frames = (self.frame_num - 1) // t + 1 + self.task.count_reference_latents(self)
         return self.preset.latent_channels, frames, height // h, width // w
 
@@ -468,7 +493,7 @@ class VideoParams(VideoSettings):
 
     def _check_size(self) -> None:
         """Raises InputError for a size of partial tokens or of more tokens than positions."""
-        preset, (width, height) = self.preset, self.video_size
+        preset, (width, height) = self.preset, self.frame_size
         multiple, size = preset.size_multiple, f"{width}*{height}"
         if width % multiple or height % multiple:
             sides = (max(multiple, round(n / multiple) * multiple) for n in (width, height))
