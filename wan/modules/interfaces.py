@@ -210,6 +210,7 @@ class ModelComponents:
         text_kv_cache: Cache the keys and values of the prompt between steps.
         step_cache: Skips blocks in some steps.
         attention_cache: Skips self-attention in some steps.
+        streams_reference: Keep Animate-2's `ReferenceKV` in the host's memory.
     """
 
     attention: AttentionFactory = lambda layer: SingleDeviceAttention(SdpaKernel())
@@ -219,3 +220,4 @@ class ModelComponents:
     text_kv_cache: bool = False
     step_cache: SkipBlocks | None = None
     attention_cache: SkipAttention | None = None
+    streams_reference: bool = False
