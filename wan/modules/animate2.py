@@ -36,13 +36,15 @@ class WanAnimate2Model(WanModel):
 
     def __init__(
         self,
-        model_type: str = "i2v",
+        model_type: str = "animate2",
         *,
         in_dim: int = 36,
         image_dim: int = _IMAGE_DIM,
         components: ModelComponents | None = None,
         **config: Any,
     ) -> None:
+        components = ModelComponents() if components is None else components
+        self._streams_reference = components.streams_reference
         super().__init__(
             model_type, in_dim=in_dim, **config, image_dim=image_dim, components=components
         )
@@ -56,7 +58,6 @@ class WanAnimate2Model(WanModel):
         *,
         full_frames: int | None = None,
         first_column: int | None = None,
-        in_host_memory: bool = False,
     ) -> ReferenceKV:
         """Computes the keys and values of the reference tokens, once per clip.
 
@@ -69,7 +70,6 @@ class WanAnimate2Model(WanModel):
                 code pads a short clip; None: those of `generated_size`.
             first_column: Position of the first column of reference tokens; None: right of the
                 generated tokens.
-            in_host_memory: Keep the result in the host's memory; see `ReferenceKV`.
 
         Raises:
             ValueError: The arguments do not fit each other or the network.
@@ -84,7 +84,7 @@ class WanAnimate2Model(WanModel):
             generated[0] if full_frames is None else full_frames,
             generated[2] if first_column is None else first_column,
         )
-        reference_kv = ReferenceKV(layout, reference_latents.device, in_host_memory)
+        reference_kv = ReferenceKV(layout, reference_latents.device, self._streams_reference)
         # Called as a module, because offloading and FSDP load the weights in forward hooks.
         self(
             [reference_latents[: self.out_dim]],

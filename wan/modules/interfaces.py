@@ -137,7 +137,8 @@ class SingleDeviceAttention:
         step: StepInfo | None = None,
         reference: LayerReference | None = None,
     ) -> TensorCall:
-        return TensorCall(partial(self, valid_len=valid_len, step=step, reference=reference))
+        attend = self if reference is None else partial(self, reference=reference)
+        return TensorCall(partial(attend, valid_len=valid_len, step=step))
 
     def __call__(
         self,
@@ -209,6 +210,7 @@ class ModelComponents:
         text_kv_cache: Cache the keys and values of the prompt between steps.
         step_cache: Skips blocks in some steps.
         attention_cache: Skips self-attention in some steps.
+        streams_reference: Keep Animate-2's `ReferenceKV` in the host's memory.
     """
 
     attention: AttentionFactory = lambda layer: SingleDeviceAttention(SdpaKernel())
@@ -218,3 +220,4 @@ class ModelComponents:
     text_kv_cache: bool = False
     step_cache: SkipBlocks | None = None
     attention_cache: SkipAttention | None = None
+    streams_reference: bool = False

@@ -248,15 +248,7 @@ class WanModel(nn.Module):
                 if reference is not None and layer not in reference.layers:
                     _skip_block(block)
                     continue
-                with trace.span("layer", x_BLC, layer=layer):
-                    x_BLC, kv = block(
-                        x_BLC,
-                        e0_BR6C,
-                        embedded_context.embedding,
-                        embedded_context.kv[layer],
-                        forward_context,
-                    )
-                self._cache_context_kv(embedded_context, layer, kv)
+                x_BLC = self._run_block(layer, x_BLC, block_inputs)
                 if layer in after_block:
                     x_BLC = after_block[layer](x_BLC, block_inputs)
             return x_BLC
@@ -277,6 +269,19 @@ class WanModel(nn.Module):
             self.head(x_BLC, e_BRC, forward_context.timestep_segments), grid
         )
         return self._unpatchify(x_BSC[:, :num_video_tokens], grid)
+
+    def _run_block(self, layer: int, x_BLC: Tensor, inputs: BlockInputs) -> Tensor:
+        context = inputs.context
+        with trace.span("layer", x_BLC, layer=layer):
+            x_BLC, kv = self.blocks[layer](
+                x_BLC,
+                inputs.modulation,
+                context.embedding,
+                context.kv[layer],
+                inputs.forward_context,
+            )
+        self._cache_context_kv(context, layer, kv)
+        return x_BLC
 
     def token_grid(self, latent_FHW: Sequence[int]) -> Grid:
         """Number of tokens along frame, height and width for a latent size."""

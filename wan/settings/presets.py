@@ -62,6 +62,8 @@ class Preset:
         num_clip_vision_images: Number of images that the CLIP vision encoder encodes.
         needs_audio_encoder: Whether the checkpoint contains wav2vec2.
         has_image_tokens: Whether self-attention also has tokens of an image.
+        has_reference_kv: Whether tokens also attend to those of a reference video, by a second call
+            of the kernel whose result is merged by log-sum-exp.
         sample_shift_480p: `sample_shift` at 832*480 and 480*832; None: `sample_shift`.
         rcm_sigma: First noise-to-data ratio of the solver rcm.
         diffusers_shift: `flow_shift` of the published diffusers scheduler.
@@ -97,6 +99,7 @@ class Preset:
     num_clip_vision_images: int = 0
     needs_audio_encoder: bool = False
     has_image_tokens: bool = False
+    has_reference_kv: bool = False
     negative_prompt: str = NEGATIVE_PROMPT
     sample_shift_480p: float | None = None
     rcm_sigma: float = 80.0
@@ -270,6 +273,7 @@ PRESETS = {
             in_dim=36,
             config_json={"model_type": None},
             has_image_tokens=True,
+            has_reference_kv=True,
             sample_steps=40,
             sample_shift=5.0,
             sample_guide_scale=(3.0, 3.0),
