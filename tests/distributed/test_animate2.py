@@ -1,0 +1,53 @@
+"""Animate-2's network gives the same velocities on several ranks as in one process."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.animate2_network import CASES, SKIPPED, Case, compute_velocity, make_network
+from tests.conftest import slow
+from tests.dist import run_on_ranks
+from tests.distributed.topology import (
+    ROWS,
+    Topology,
+    attention_layer,
+    make_block_attention,
+    topologies,
+)
+from wan.distributed.sequence_shards import ShardedSequence
+
+pytestmark = pytest.mark.dist
+
+LOG_SCALE = -1.3
+
+
+@torch.inference_mode()
+def compute_on_rank(
+    case: Case, ways: list[tuple[Topology, str, str]]
+) -> dict[tuple[Topology, str, str], Tensor]:
+    velocities = {}
+    for topology, mode, exchange in ways:
+        layer = attention_layer(topology, mode, exchange=exchange)
+        model = make_network(
+            attention=make_block_attention(layer), sequence_shard=ShardedSequence(None)
+        )
+        velocities[topology, mode, exchange] = compute_velocity(model, case, (SKIPPED,), LOG_SCALE)
+    return velocities
+
+
+@pytest.mark.parametrize("world", [1, 2, slow(3), 4, slow(8)])
+def test_velocity_on_ranks(world: int) -> None:
+    for name in ("equal grids", "short clip, other grid") if world < 8 else ("equal grids",):
+        case, layouts = CASES[name], topologies(world)
+        ways = [*product(layouts, ROWS, ("split",)), *product(layouts, ("1",), ("fused",))]
+        expected = compute_velocity(make_network(), case, (SKIPPED,), LOG_SCALE)
+        for velocities in run_on_ranks(world, compute_on_rank, case, ways):
+            for way, velocity in velocities.items():
+                assert (velocity - expected).abs().max() <= 2e-5, (name, way)
+                baseline = velocities[way[0], "0", "split"]
+                assert torch.equal(velocity, baseline) or way[1] == "2", (name, way)
+                assert (velocity - baseline).abs().max() <= 1e-6 * expected.abs().max(), (name, way)
