@@ -271,7 +271,8 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
     e = _ITEMSIZE[execution.get_dit_precision(device)]
     text_bytes = count_branches(params, parallel) * execution.text_kv_cache
     text_bytes *= config["text_len"] * c * e
-    other_bytes = params.task.estimate_cached_elements(params, config) * e // parallel.sequence_size
+    reference_tokens = prod(params.grid) - prod(params.grid[1:])
+    reference_bytes = 2 * config["num_layers"] * reference_tokens * c * e // parallel.sequence_size
     tokens = -(-params.max_clip_tokens // parallel.sequence_size)
     num_streams = 2 if num_control else 1  # the video stream and the control stream
     activations = tokens * (num_streams * 4 * c + e * max(5 * c, 2 * c + f))
@@ -289,7 +290,7 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
             {
                 "text": text_bytes,
                 "text K/V": 2 * num_layers * text_bytes,
-                "reference K/V": other_bytes,
+                "reference K/V": reference_bytes * setup.preset.has_reference_kv,
             }
         ),
         activations=Usage({"activations": activations, "gathered weights": gathered_bytes}),

@@ -32,6 +32,7 @@ from wan.modules.lora_branch import LoraBranch
 from wan.modules.model import WanModel
 from wan.modules.vae import tiles, video_vae
 from wan.pipeline import build, memory_estimate, weight_sizes, weight_transforms
+from wan.pipeline.denoise import compute_model_kwargs
 from wan.pipeline.memory_estimate import NetworkSize, NetworkSizes, Usage
 from wan.pipeline.preview import count_preview_latents
 from wan.pipeline.setup import Setup
@@ -320,11 +321,11 @@ class Planner:
             ) as tracker:
                 self._attach_loras(network, tracker)
                 branches = self.list_branches(parallel)
-                collectives, computed = self._run_forwards(network, tracker, branches)
+                collectives, model_kwargs = self._run_forwards(network, tracker, branches)
                 activations = tracker.peak_bytes - tracker.live_bytes
                 cached_usage = +tracker.live_bytes
                 residual_bytes = step_cache.cached_bytes()
-                del computed
+                del model_kwargs
         num_layers = checkpoint.config["num_layers"] + checkpoint.num_control_blocks
         num_measured = len(network.self_attention_blocks())
         cached_usage["text K/V"] = cached_usage["text K/V"] * num_layers // num_measured
@@ -392,7 +393,7 @@ class Planner:
         of the first.
 
         Returns:
-            A layer's collectives, and what the network has computed for all steps.
+            A layer's collectives, and the keywords of the network.
         """
         tracker.track_module(network, "embeddings")
         tracker.track_module(network.text_embedding, "text")
@@ -419,8 +420,7 @@ class Planner:
         if token_timesteps is not None and tracker.device == "meta":
             t = token_timesteps
         with tracker:
-            computed = params.task.compute_model_kwargs(params, network, empty)
-        model_kwargs |= computed
+            model_kwargs = compute_model_kwargs(network, {"cond": model_kwargs})["cond"]
         attention, sparse_from = setup.attention, 0
         if attention.use_rainfusion:
             sparse_from = attention.resolve_sparse_start_step(steps)
@@ -435,7 +435,7 @@ class Planner:
             num_calls = len(branches) * len(network.self_attention_blocks())
             operations = tracker.sent_operations
             collectives.append(operations[: len(operations) // num_calls])
-        return tuple(collectives[-len(step_indices) :]), computed
+        return tuple(collectives[-len(step_indices) :]), model_kwargs
 
     @contextmanager
     def _simulate_rank(self, rank: int, parallel: Parallel) -> Iterator[mesh.ParallelGroups | None]:

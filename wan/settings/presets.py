@@ -35,7 +35,7 @@ MAX_POSITIONS = 1024  # rotary positions per axis in the official networks
 
 SIZES = {
     f"{w}*{h}": (w, h)
-    for a, b in ((1280, 720), (832, 480), (1280, 704), (1024, 704))
+    for a, b in ((1280, 720), (832, 480), (1280, 704), (1024, 704), (800, 640))
     for w, h in ((b, a), (a, b))
 }
 

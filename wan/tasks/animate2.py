@@ -21,6 +21,7 @@ from wan.media import images
 from wan.media.audio import has_audio
 from wan.media.video_reader import VideoFile, read_frames_at, read_video
 from wan.settings.errors import InputError
+from wan.settings.noise_schedule import count_noise_samples
 from wan.settings.presets import SKIPPED_BLOCK, Preset
 from wan.settings.rules import Values
 from wan.settings.video_options import Size
@@ -143,10 +144,6 @@ class Animate2(Animate):
     def estimate_denoise_bytes(self, params: VideoParams) -> dict[str, int]:
         return {}
 
-    def estimate_cached_elements(self, params: VideoParams, config: Mapping[str, Any]) -> int:
-        frames, height, width = params.grid
-        return 2 * config["num_layers"] * (frames - 1) * height * width * int(config["dim"])
-
     def make_clips(self, params: VideoParams, inputs: Inputs, encoders: Encoders) -> Animate2Clips:
         assert isinstance(inputs, Animate2Inputs)
         return Animate2Clips(params, inputs, encoders)
@@ -154,19 +151,17 @@ class Animate2(Animate):
     def make_model_kwargs(
         self, params: VideoParams, config: Mapping[str, Any], make: Callable[..., Tensor]
     ) -> dict[str, Any]:
-        return {"log_scale": params.log_scale}
+        from wan.modules.clip import NUM_TOKENS
 
-    def compute_model_kwargs(
-        self, params: VideoParams, network: Any, make: Callable[..., Tensor]
-    ) -> dict[str, Any]:
-        _, frames, *sides = params.latent_shape
-        reference_kv = network.compute_reference_kv(
-            make(network.in_dim, frames - 1, *sides),
-            make(network.text_len, network.text_dim),
-            make(1, 257, network.image_dim),
-            (frames, *sides),
+        _, frames, height, width = params.latent_shape
+        compute_reference_kv = partial(
+            _compute_reference_kv,
+            make(config["in_dim"], frames - 1, height, width),
+            make(config["text_len"], config["text_dim"]),
+            make(1, NUM_TOKENS, config["image_dim"]),
+            (frames, height, width),
         )
-        return {"reference_kv": reference_kv}
+        return {"reference_kv": compute_reference_kv, "log_scale": params.log_scale}
 
 
 TASK = Animate2()
@@ -190,13 +185,13 @@ class Animate2Clips(AnimateClips):
         unguided = replace(params, prompt=REFERENCE_PROMPT, sample_guide_scale=(1.0, 1.0))
         self._reference_context, _ = encoders.encode_prompt(unguided)
         self._sample_noise = make_noise_sampler(
-            params, encoders.torch_device, inputs.num_clips_done
+            params, encoders.torch_device, inputs.num_clips_done * count_noise_samples(params)
         )
         with encoders.stage_timer("conditioning"):
             image_31HW = letterbox_frames([inputs.image], params.frame_size, "BICUBIC")
             first_31HW = self._read_driving_frames([0])
             features = encoders.encode_image([image_31HW[:, 0], first_31HW[:, 0]])
-            self._features, self._driving_features = features.to(encoders.torch_device).split(1)
+            self._features, self._video_features = features.to(encoders.torch_device).split(1)
             latents = encoders.encode_video(image_31HW)
         self._reference = torch.cat((torch.ones_like(latents[:_MASK_CHANNELS]), latents))
         self._last_frames: Tensor | None = None
@@ -208,30 +203,26 @@ class Animate2Clips(AnimateClips):
         start = index * (params.frame_num - (params.refert_num or 0))
         indices = make_zigzag_indices(start, params.frame_num, self._video.num_frames)
         with encoders.stage_timer("conditioning"):
-            driving = encoders.encode_video(self._read_driving_frames(indices))
+            video = encoders.encode_video(self._read_driving_frames(indices))
             known_frames, mask = make_known_frames(params, indices, state, {})
-            y = torch.cat((mask.to(driving.device), encoders.encode_video(known_frames)))
+            y = torch.cat((mask.to(video.device), encoders.encode_video(known_frames)))
             del known_frames
             encoders.release_vae()
-        ones = torch.ones_like(driving[:_MASK_CHANNELS])
-        reference = torch.cat((driving, ones, driving)).to(encoders.torch_device)
+        compute_reference_kv = partial(
+            _compute_reference_kv,
+            torch.cat((video, torch.ones_like(video[:_MASK_CHANNELS]), video)),
+            self._reference_context,
+            self._video_features,
+            params.latent_shape[1:],
+        )
+        kwargs = {"reference_kv": compute_reference_kv, "log_scale": params.log_scale}
         return params, DenoiseInputs(
             *(self._sample_noise(), *self._contexts),
             y=torch.cat((self._reference, y), dim=1),
             clip_fea=self._features,
             sample_noise=self._sample_noise,
-            compute_model_kwargs=partial(self._compute_model_kwargs, reference),
+            model_kwargs={"cond": kwargs, "uncond": kwargs | {"skip_blocks": (SKIPPED_BLOCK,)}},
         )
-
-    def _compute_model_kwargs(self, reference: Tensor, network: Any) -> dict[str, dict[str, Any]]:
-        """Computes the keys and values of the reference stream of a clip."""
-        size = self._params.latent_shape[1:]
-        context, features = self._reference_context, self._driving_features
-        kwargs = {
-            "reference_kv": network.compute_reference_kv(reference, context, features, size),
-            "log_scale": self._params.log_scale,
-        }
-        return {"cond": kwargs, "uncond": kwargs | {"skip_blocks": (SKIPPED_BLOCK,)}}
 
     def trim_frames(self, index: int, frames_3FHW: Tensor) -> Tensor:
         """Returns the clip's own frames without the borders."""
@@ -258,6 +249,13 @@ class Animate2Clips(AnimateClips):
 
         frames = map(Image.fromarray, read_frames_at(self._video, indices))
         return letterbox_frames(frames, self._params.frame_size, "BILINEAR")
+
+
+def _compute_reference_kv(
+    reference: Tensor, context: Tensor, features: Tensor, size: tuple[int, int, int], network: Any
+) -> Any:
+    """Computes the keys and values of the reference stream of a clip with its network."""
+    return network.compute_reference_kv(reference, context, features, size)
 
 
 def compute_frame_indices(num_frames: int, video_fps: float, fps: float) -> list[int]:

@@ -9,7 +9,6 @@ Legend: Z latent channels, f h w latent frames/height/width, F H W pixel ones.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from wan.checkpoint.headers import compute_file_digest
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import MAX_POSITIONS, Preset
 from wan.settings.rules import Values
 from wan.settings.video_options import Size, VideoSettings
+from wan.tasks.input_digests import hash_input
 
 if TYPE_CHECKING:
     import torch
@@ -94,32 +93,11 @@ class Inputs:
     def compute_digests(self) -> dict[str, str]:
         """Returns the SHA-256 of each input, by which ranks check that their inputs are equal."""
         names = [entry.name for entry in fields(self) if entry.name != "num_clips_done"]
-        digests = {name: _hash_input(getattr(self, name)) for name in names}
+        digests = {name: hash_input(getattr(self, name)) for name in names}
         return {name: digest for name, digest in digests.items() if digest is not None}
 
 
 NO_INPUTS = Inputs()
-
-
-def _hash_input(content: Any) -> str | None:
-    """Returns the SHA-256 of an image, a tensor, audio or files; None for other values."""
-    digest = hashlib.sha256()
-    if isinstance(content, Path):
-        return compute_file_digest(content)
-    if isinstance(content, tuple):
-        digest.update("".join(str(_hash_input(item)) for item in content).encode())
-        return digest.hexdigest() if content else None
-    if hasattr(content, "untyped_storage"):  # a tensor
-        digest.update(f"{content.dtype} {tuple(content.shape)}".encode())
-        values = content.detach().cpu().contiguous().flatten()
-        digest.update(values.view(import_module("torch").uint8).numpy().tobytes())
-    elif hasattr(content, "tobytes") and hasattr(content, "mode"):  # a PIL image
-        digest.update(f"{content.mode} {content.size}".encode() + content.tobytes())
-    elif hasattr(content, "samples"):  # audio
-        digest.update(content.samples.tobytes())
-    else:
-        return None
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -135,8 +113,8 @@ class DenoiseInputs:
         sample_noise: Samples more noise, for stochastic solvers.
         make_model_timesteps: Converts a timestep t for the model: [1], or one for each token.
         restore_fixed_frames: Overwrites frames that do not change, such as ti2v's first frame.
-        model_kwargs: Branch -> further keywords of the network.
-        compute_model_kwargs: Computes `model_kwargs` with the network, once before the first step.
+        model_kwargs: Branch -> further keywords of the network. A function of the network is called
+            once, before the first step, and replaced by its result.
     """
 
     initial_latents: Tensor
@@ -148,7 +126,6 @@ class DenoiseInputs:
     make_model_timesteps: Callable[[Tensor], Tensor] = lambda t: t.reshape(1)
     restore_fixed_frames: Callable[[Tensor], Tensor] = lambda latents: latents
     model_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    compute_model_kwargs: Callable[[Any], Mapping[str, Mapping[str, Any]]] | None = None
 
 
 class Encoders(Protocol):
@@ -335,10 +312,6 @@ class Task:
         """Returns bytes on the device of inputs of denoising other than latents and text."""
         return {}
 
-    def estimate_cached_elements(self, params: VideoParams, config: Mapping[str, Any]) -> int:
-        """Returns the elements that a DiT keeps between forwards, in addition to the text's."""
-        return 0
-
     # Conditions; torch.
 
     def make_denoise_inputs(
@@ -358,13 +331,11 @@ class Task:
     def make_model_kwargs(
         self, params: VideoParams, config: Mapping[str, Any], make: Callable[..., Tensor]
     ) -> dict[str, Any]:
-        """Returns keywords of the network for `--plan`, with tensors of make(*shape)."""
-        return {}
+        """Returns keywords of the network for `--plan`, as `DenoiseInputs.model_kwargs`.
 
-    def compute_model_kwargs(
-        self, params: VideoParams, network: Any, make: Callable[..., Tensor]
-    ) -> dict[str, Any]:
-        """Returns, for `--plan`, keywords that the network computes once for all steps."""
+        Args:
+            make: make(*shape) returns a tensor without data.
+        """
         return {}
 
     def make_encoder_input(
