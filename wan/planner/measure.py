@@ -59,6 +59,8 @@ _LAYERS = {  # submodule of a block -> name of its tensors in a plan
     "cross_attn": "cross-attention",
     "cross_attn.k": "text K/V",
     "cross_attn.v": "text K/V",
+    "cross_attn.k_img": "text K/V",  # of networks with CLIP features
+    "cross_attn.v_img": "text K/V",
     "ffn": "feed-forward",
 }
 
@@ -347,7 +349,8 @@ class Planner:
         cached_usage = (
             cached_usage - Usage(embeddings=residual_bytes) + Usage({"step cache": residual_bytes})
         )
-        cache_label = "masks" if setup.attention.use_rainfusion else "attention cache"
+        cache_label = "reference K/V" if setup.preset.has_reference_kv else "attention cache"
+        cache_label = "masks" if setup.attention.use_rainfusion else cache_label
         cached_usage[cache_label] = (
             cached_usage.pop("self-attention", 0) * num_layers // num_measured
         )
@@ -414,8 +417,9 @@ class Planner:
         tracker.track_module(network.text_embedding, "text")
         tracker.track_module(network.head, "head")
         for block in network.self_attention_blocks():
-            for name, label in _LAYERS.items():
-                tracker.track_module(block.get_submodule(name), label)
+            modules = dict(block.named_modules())
+            for name in modules.keys() & _LAYERS.keys():
+                tracker.track_module(modules[name], _LAYERS[name])
         setup, params, config = self.setup, self.params, self.setup.checkpoint.config
         (channels, *size), grid, steps = params.latent_shape, params.grid, params.sample_steps
 

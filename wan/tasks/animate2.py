@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 REFERENCE_PROMPT = "人物动作的参考视频"
 """The text of the reference stream."""
 _MASK_CHANNELS = 4
+_NUM_FEATURES = 2 * 257 * 1280  # of CLIP for the character and the driving video
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,9 @@ class Animate2(Animate):
         return check_nonzero_size(params.image_size, (columns, rows))
 
     def estimate_denoise_bytes(self, params: VideoParams) -> dict[str, int]:
-        return {}
+        _, frames, height, width = params.latent_shape
+        latents = params.preset.in_dim * (frames - 1) * height * width
+        return {"reference stream": 4 * (latents + _NUM_FEATURES)}
 
     def make_clips(self, params: VideoParams, inputs: Inputs, encoders: Encoders) -> Animate2Clips:
         assert isinstance(inputs, Animate2Inputs)
