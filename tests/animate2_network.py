@@ -42,7 +42,8 @@ def make_network(num_layers: int = 3, **components: Any) -> WanAnimate2Model:
         model = WanAnimate2Model(
             **SIZES | {"num_layers": num_layers}, components=ModelComponents(**components)
         )
-    model.load_state_dict(make_weights(num_layers), strict=True, assign=True)
+    weights = {name: x.clone() for name, x in make_weights(num_layers).items()}
+    model.load_state_dict(weights, strict=True, assign=True)
     return model.eval().requires_grad_(False)
 
 

@@ -6,7 +6,9 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.animate2_network import CASES, SKIPPED, Case, compute_velocity, make_network
 from tests.conftest import slow
@@ -18,6 +20,7 @@ from tests.distributed.topology import (
     make_block_attention,
     topologies,
 )
+from wan.distributed.fsdp import FsdpSharding
 from wan.distributed.sequence_shards import ShardedSequence
 
 pytestmark = pytest.mark.dist
@@ -51,3 +54,20 @@ def test_velocity_on_ranks(world: int) -> None:
                 baseline = velocities[way[0], "0", "split"]
                 assert torch.equal(velocity, baseline) or way[1] == "2", (name, way)
                 assert (velocity - baseline).abs().max() <= 1e-6 * expected.abs().max(), (name, way)
+
+
+@torch.inference_mode()
+def compute_with_sharded_weights() -> Tensor:
+    model = make_network()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    FsdpSharding(mesh, lambda network: network.blocks_and_adapters()).shard(model)
+    skip_blocks = (SKIPPED,) if dist.get_rank() else ()
+    return compute_velocity(model, CASES["equal grids"], skip_blocks)
+
+
+def test_sharded_weights_of_a_block_that_one_guidance_branch_skips() -> None:
+    """With a rank for each branch, one skips the block, and both gather its weights."""
+    for rank, velocity in enumerate(run_on_ranks(2, compute_with_sharded_weights)):
+        skip_blocks = (SKIPPED,) if rank else ()
+        expected = compute_velocity(make_network(), CASES["equal grids"], skip_blocks)
+        assert torch.equal(velocity, expected)

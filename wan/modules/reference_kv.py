@@ -145,6 +145,7 @@ class ReferenceKV:
     is_complete: bool = False
     _copies: dict[int, tuple[dict[int, ChunkKV], object]] = field(default_factory=dict)
     _stream: CopyStream | None = None
+    _allocated: object = None
 
     @property
     def nbytes(self) -> int:
@@ -193,16 +194,17 @@ class ReferenceKV:
     def _start_copy(self, layer: int) -> None:
         if self._stream is None:
             self._stream = CopyStream(self.device)
+            self._allocated = self._stream.make_event()
         stream, chunks = self._stream, dict[int, ChunkKV]()
-        allocated, copied = stream.make_event(), stream.make_event()
         for index, chunk in self.layers[layer].items():
             k, v = (torch.empty_like(x, device=self.device) for x in chunk)
             chunks[index] = k, v
-        stream.record_computed(allocated)
+        stream.record_computed(self._allocated)  # the memory may be that of earlier tensors
         for index, chunk in self.layers[layer].items():
             for target, source in zip(chunks[index], chunk, strict=True):
                 stream.record_stream(target)
-                stream.copy(target, [(slice(None), source)], allocated)
+                stream.copy(target.flatten(), [(slice(None), source.flatten())], self._allocated)
+        copied = stream.make_event()
         stream.record_copied(copied)
         self._copies[layer] = chunks, copied
 

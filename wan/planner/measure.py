@@ -118,7 +118,8 @@ class Planner:
         dit = self.measure_forwards(setup.parallel)[0].size.weights
         encoder = None if execution.t5_cpu else self._get_text_encoder_size(1).weights
         if execution.offload_model == "block":  # networks are streamed one after the other
-            return max(dit.all_blocks, encoder.all_blocks if encoder else 0)
+            blocks = max(dit.all_blocks, encoder.all_blocks if encoder else 0)
+            return blocks + self._sum_streamed_reference()
         return len(setup.preset.experts) * dit.allocated + (encoder.allocated if encoder else 0)
 
     def count_streamed_blocks(self) -> tuple[int, int, int]:
@@ -138,7 +139,16 @@ class Planner:
         block_bytes = (
             self.measure_forwards(setup.parallel)[0].size.weights.block if num_streamed else 0
         )
-        return num_streamed, num_forwards, num_streamed * num_forwards * block_bytes
+        copied_bytes = num_streamed * block_bytes + self._sum_streamed_reference()
+        return num_streamed, num_forwards, num_forwards * copied_bytes
+
+    def _sum_streamed_reference(self) -> int:
+        """Sums the keys and values of a reference video of all layers, in the host's memory."""
+        size = self.measure_forwards(self.setup.parallel)[0].size
+        num_held = memory_estimate.count_reference_layers(self.setup, self.device.type)
+        num_layers: int = self.setup.checkpoint.config["num_layers"]
+        is_streamed = num_held < num_layers
+        return is_streamed * size.per_clip["reference K/V"] // num_held * num_layers
 
     def list_branches(self, parallel: Parallel) -> tuple[str, ...]:
         """Returns the guidance branches that a rank computes."""
@@ -327,10 +337,15 @@ class Planner:
                 activations = tracker.peak_bytes - tracker.live_bytes
                 cached_usage = +tracker.live_bytes
                 residual_bytes = step_cache.cached_bytes()
-                del model_kwargs
+                reference_kv = model_kwargs.pop("reference_kv", None)
         num_layers = checkpoint.config["num_layers"] + checkpoint.num_control_blocks
         num_measured = len(network.self_attention_blocks())
         cached_usage["text K/V"] = cached_usage["text K/V"] * num_layers // num_measured
+        per_clip = Usage()
+        if reference_kv is not None:
+            cached_usage["self-attention"] -= reference_kv.nbytes
+            num_held = memory_estimate.count_reference_layers(setup, self.device.type)
+            per_clip["reference K/V"] = reference_kv.nbytes * num_held // num_measured
         cached_usage = (
             cached_usage - Usage(embeddings=residual_bytes) + Usage({"step cache": residual_bytes})
         )
@@ -341,7 +356,7 @@ class Planner:
         )
         num_ranks = parallel.world_size if parallel.dit_fsdp else 1
         weights = weight_sizes.sum_dit_weights(setup, self.device.type, num_ranks)
-        size = NetworkSize(weights, +cached_usage, activations)
+        size = NetworkSize(weights, +cached_usage, activations, per_clip)
         return ForwardMeasurement(size, collectives, build.describe_attention(setup, selected))
 
     def _attach_loras(self, network: WanModel, tracker: StorageTracker) -> None:
