@@ -29,7 +29,7 @@ LAYERS = (
     "metering testing",
     "app",
     "planner diffusers power serve",
-    "text2video image2video textimage2video speech2video animate vace",
+    "text2video image2video textimage2video speech2video animate animate2 vace",
     "cli",
     "__main__",
 )

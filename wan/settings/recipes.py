@@ -68,6 +68,12 @@ RECIPES = {
         ("t2v-1.3B", "t2v-14B", "t2v-A14B", "i2v-A14B"),
         r"TurboWan2\.[12]|rCM[-_]Wan|Wan2\.[12].*rCM",
     ),
+    # Wan-AI/Wan2.2-Animate-2-14B-Distilled-Diffusers; its config.json has no log_scale.
+    "animate2-10step": Recipe(
+        {"sample_solver": "dpm++", "sample_steps": 10, "sample_shift": 5.0, "log_scale": -1.3},
+        ("animate2-14B",),
+        r"(?i)animate[-_]?2.*distill",
+    ),
     # vita-video-gen/svi-model: as in its authors' command line
     "svi-2-pro": Recipe(
         {
@@ -90,7 +96,7 @@ RECIPE_NAMES = ("auto", "none", *RECIPES)
 RECIPE_SETTINGS = (
     *("sample_solver", "sample_steps", "sample_shift", "sample_guide_scale"),
     *("timesteps", "boundary_step", "ode", "sigma_max"),
-    "chain",
+    *("chain", "log_scale"),
 )
 """Flags that a recipe may set."""
 

@@ -219,6 +219,9 @@ def _make_unconverted_rules(
     )
 
 
+_RETURNS_NO_LSE = (
+    "returns no log-sum-exp, by which {task} merges the attention to its reference video"
+)
 PIPELINE_RULES = (
     make_conflict_rule(
         "convert_model_dtype",
@@ -269,6 +272,25 @@ PIPELINE_RULES = (
         "masks the tokens of a video, and {task} also has tokens of an image",
         "drop it",
         lambda s: s.has_image_tokens,
+    ),
+    Rule(
+        ("fa_quant=fp8",),
+        _RETURNS_NO_LSE,
+        "drop it",
+        lambda s: s.has_reference_kv,
+    ),
+    Rule(
+        ("dense_kernel",),
+        _RETURNS_NO_LSE,
+        "drop it",
+        lambda s: s.has_reference_kv and not s.dense_kernel.has_lse,
+        "{dense_kernel.setting}",
+    ),
+    Rule(
+        ("compile",),
+        "is not supported for {task}, whose blocks attend to a reference video",
+        "drop it",
+        lambda s: s.has_reference_kv,
     ),
 )
 """Rules for the settings of a pipeline."""
