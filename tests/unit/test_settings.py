@@ -239,6 +239,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "replace_flag": ("true", True, ANIMATE),
     "conditioning_scale": ("0.5", (0.5,), VACE),
     "sample_solver": ("dpm++", "dpm++", ()),
+    "sigmas": ("beta", "beta", ()),
     "timesteps": ("1000,500.5", (1000.0, 500.5), ("--sample_solver", "dmd")),
     "boundary_step": ("3", 3, ()),
     "ode": ("true", True, ("--sample_solver", "rcm", "--sample_steps", "4")),
