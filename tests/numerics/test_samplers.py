@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -26,6 +27,7 @@ from wan.cli.main import main
 from wan.kernels.forward_context import StepInfo
 from wan.pipeline.denoise import DenoisingLoop
 from wan.pipeline.scheduler import make_solver
+from wan.serve.records import read_finished_job
 from wan.settings.noise_schedule import compute_sigmas, make_noise_schedule
 from wan.settings.noise_tables import NOISE_TABLES, compute_beta_quantile
 from wan.settings.presets import PRESETS
@@ -358,26 +360,21 @@ def test_refusals() -> None:
 
 
 def test_front_ends_make_the_same_video(tiny: Any, tmp_path: Path) -> None:
-    """Python, and a line of a prompt file; the record counts forward passes."""
+    """Python, and a line of a prompt file; the record and the service count forward passes."""
     folder, lines = tiny("t2v-1.3B"), tmp_path / "lines.jsonl"
     line = {"prompt": "a cat", "sample_solver": "res_2s", "sigmas": "beta57", "sample_steps": 3}
     lines.write_text(json.dumps(line))
-    flags = [
-        "--task",
-        "t2v-1.3B",
-        "--ckpt_dir",
-        str(folder),
-        "--size",
-        "32*32",
-        "--frame_num",
-        "1",
-        "--base_seed",
-        "3",
-    ]
-    flags += ["--prompt_file", str(lines), "--save_latents", "--save_file", str(tmp_path / "out")]
-    assert main([*flags, "--sample_guide_scale", "1"]) == 0
+    flags = "--task t2v-1.3B --size 32*32 --frame_num 1 --base_seed 3 --sample_guide_scale 1"
+    paths = f"--ckpt_dir {folder} --prompt_file {lines} --save_file {tmp_path / 'out'}"
+    assert main([*flags.split(), *paths.split(), "--save_latents"]) == 0
     (record,) = (tmp_path / "out").glob("*_a_cat.json")
     assert json.loads(record.read_text())["forwards"] == 5
+    job = tmp_path / "job"
+    job.mkdir()
+    for suffix in (".mp4", ".json"):
+        shutil.copy(record.with_suffix(suffix), job / f"video{suffix}")
+    restored = read_finished_job(job)
+    assert restored is not None and (restored.done, restored.total) == (5, 5)
     latents = wan.WanT2V("t2v-1.3B", folder).generate(
         "a cat",
         size=(32, 32),

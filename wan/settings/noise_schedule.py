@@ -124,7 +124,7 @@ def compute_sigmas(
         ratios = [index * (-start / steps) + start for index in range(steps)]
     else:
         levels = (level / TRAIN_TIMESTEPS for level in NOISE_TABLES[table](steps))
-        ratios = [*dict.fromkeys(min(level, start) for level in levels)]
+        ratios = [start, *(level for level in levels if level < start - 0.5 / TRAIN_TIMESTEPS)]
     return [shift * ratio / (1 + (shift - 1) * ratio) for ratio in ratios]
 
 
