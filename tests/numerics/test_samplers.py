@@ -21,10 +21,11 @@ import wan
 from benchmarks.samplers import DEVIATION, compute_end_deviation
 from tests.refusals import check_refusals, get_refusal
 from wan.app import flag_parser
-from wan.app.resolve import resolve_command_line
+from wan.app.resolve import make_line_resolver, resolve_command_line
 from wan.cache.policy import make_policy
 from wan.cli.main import main
 from wan.kernels.forward_context import StepInfo
+from wan.metering.recording import make_exchange_plan
 from wan.pipeline.denoise import DenoisingLoop
 from wan.pipeline.scheduler import make_solver
 from wan.serve.records import read_finished_job
@@ -43,6 +44,11 @@ def make_params(solver: str, steps: int, table: str = "official", **values: Any)
     values = {"sample_solver": solver, "sample_steps": steps, "sigmas": table, **values}
     sizes = {"prompt": "", "size": (32, 32), "frame_num": 1}
     return make_video_params(PRESETS["t2v-A14B"], sizes | values)
+
+
+def plan_run(flags: str) -> Any:
+    settings = flag_parser.parse_flags(["--plan", *flags.split()])
+    return resolve_command_line(settings, lambda *_: None, plan=True)
 
 
 def follow_flow(params: VideoParams, x: Tensor, velocity: Velocity, draw: Any) -> Iterator[Tensor]:
@@ -291,6 +297,12 @@ def test_forward_passes_are_counted(values: dict[str, Any], steps: range) -> Non
         assert boundary % 2 == 0 and times[boundary - 1] < 875 <= times[boundary - 2]
 
 
+def test_sparse_steps_are_forward_passes() -> None:
+    run = plan_run("--use_rainfusion --sample_solver res_2s --sample_steps 8")
+    exchange_plan = make_exchange_plan(run.setup, run.params, (), False, "cpu")
+    assert exchange_plan.sparse_from == 4  # a quarter of 15
+
+
 def test_step_caches_list_forward_passes() -> None:
     params = make_params("res_2s", 5)
     preset = params.preset
@@ -303,11 +315,6 @@ def test_step_caches_list_forward_passes() -> None:
 
 
 # ------------------------------------------------------------------ front ends
-
-
-def plan_run(flags: str) -> Any:
-    settings = flag_parser.parse_flags(["--plan", *flags.split()])
-    return resolve_command_line(settings, lambda *_: None, plan=True)
 
 
 def test_settings_are_replayed_or_replaced(tmp_path: Path) -> None:
@@ -326,6 +333,9 @@ def test_settings_are_replayed_or_replaced(tmp_path: Path) -> None:
         assert plan_run(f"--from_json {record} {flags}").params.sigmas == table, flags
     recipe = plan_run("--task ti2v-5B --recipe fastwan-3step --sigmas simple").params
     assert recipe.timesteps is None and recipe.sigmas == "simple"
+    resolve_line = make_line_resolver({"sigmas": "beta", "sample_solver": "euler"})
+    line = resolve_line({"prompt": "a cat", "timesteps": (900.0, 300.0)})
+    assert (line.params.sigmas, line.params.num_forwards) == ("official", 2)
     dense = plan_run("--sigmas beta --sample_steps 400 --sample_solver euler")
     assert dense.params.num_forwards < 400 and any("different sigmas" in n for n in dense.notices)
 
