@@ -185,6 +185,17 @@ async def test_alternative_field_names(jobs: Jobs) -> None:
     assert job.guidance == {"high_noise": 4.0, "low_noise": 3.0}
 
 
+async def test_samplers_and_noise_tables(jobs: Jobs) -> None:
+    """Progress counts the forward passes of two-pass steps."""
+    body = {"prompt": PROMPT, "num_inference_steps": 3, "sample_solver": "res_2s", "sigmas": "beta"}
+    status, _, video = await jobs.request("/v1/videos", body)
+    assert (status, video["steps"]) == (200, [0, 5]), video
+    job = jobs.service.find_job(video["id"])
+    assert (job.settings["sample_solver"], job.settings["sigmas"]) == ("res_2s", "beta")
+    status, _, answer = await jobs.request("/v1/videos", body | {"sigmas": "karras"})
+    assert status == 400 and "official, simple, beta or beta57" in str(answer)
+
+
 async def test_hosts_origins_and_keys(tmp_path: Path) -> None:
     """Refuses foreign hosts, origins and keys, large bodies, and all requests when busy."""
     key = "0123456789abcdef"

@@ -116,7 +116,8 @@ def _make_completed_job(name: str, record: Mapping[str, Any]) -> ServiceJob:
     settings, video = record["settings"], record["video"]
     seconds = sum(_parse_bounded_number(value) for value in record["seconds"].values())
     ended = datetime.fromisoformat(record["run"]["date"]).timestamp()
-    steps = int(record.get("start", settings).get("steps") or settings.get("sample_steps") or 0)
+    steps = record.get("start", record).get("steps") or record.get("forwards")
+    steps = int(steps or settings.get("sample_steps") or 0)
     steps *= int(settings.get("num_clip") or 1)
     low, high = map(_parse_bounded_number, settings["sample_guide_scale"])
     has_two = record.get("boundary") is not None

@@ -42,6 +42,7 @@ TITLES = {
     "src_video": "Source video",
     "src_ref_images": "Reference images",
     "ode": "ODE",
+    "sigmas": "Noise table",
 }
 """Field -> its title, where that is not its name."""
 DATA_URL: Schema = {"type": "string", "pattern": "^data:.*;base64,"}
