@@ -269,7 +269,8 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
     config, execution, parallel = setup.checkpoint.config, setup.execution, setup.parallel
     c, f, num_control = config["dim"], config["ffn_dim"], setup.checkpoint.num_control_blocks
     e = _ITEMSIZE[execution.get_dit_precision(device)]
-    text_bytes = count_branches(params, parallel) * execution.text_kv_cache
+    num_texts = count_branches(params, parallel) + (params.nag_scale is not None)
+    text_bytes = num_texts * execution.text_kv_cache
     text_bytes *= config["text_len"] * c * e
     tokens = -(-params.max_clip_tokens // parallel.sequence_size)
     num_streams = 2 if num_control else 1  # the video stream and the control stream

@@ -135,6 +135,7 @@ class DenoiseInputs:
         sample_noise: Samples more noise, for stochastic solvers.
         make_model_timesteps: Converts a timestep t for the model: [1], or one for each token.
         restore_fixed_frames: Overwrites frames that do not change, such as ti2v's first frame.
+        num_fixed_frames: Number of first latent frames that do not change.
         model_kwargs: Branch -> further keywords of the network.
     """
 
@@ -146,6 +147,7 @@ class DenoiseInputs:
     sample_noise: SampleNoise | None = None
     make_model_timesteps: Callable[[Tensor], Tensor] = lambda t: t.reshape(1)
     restore_fixed_frames: Callable[[Tensor], Tensor] = lambda latents: latents
+    num_fixed_frames: int = 0
     model_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -392,7 +394,7 @@ class VideoParams(VideoSettings):
     def all_prompts(self) -> tuple[str, ...]:
         """Prompts to encode: those of the clips and, with guidance, the negative prompt."""
         prompts = self.clip_prompts or (self.prompt,)
-        return (*prompts, self.negative_prompt) if self.uses_guidance else prompts
+        return (*prompts, self.negative_prompt) if self.uses_negative_prompt else prompts
 
     @property
     def has_clips(self) -> bool:
