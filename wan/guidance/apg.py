@@ -10,7 +10,7 @@ from wan.settings.video_options import VideoSettings
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ETA, _MOMENTUM, _THRESHOLD = 0.0, -0.5, 0.0  # eta and momentum of the paper's experiments
+_ETA, _MOMENTUM, _THRESHOLD = 0.0, 0.0, 0.0  # the paper's momentum of -0.5 harms with few steps
 
 
 class AdaptiveProjected(Guider):

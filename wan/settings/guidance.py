@@ -63,7 +63,7 @@ class Guidance:
     apg_momentum: float | None = option(
         None,
         real(-1, 1, exclude_min=True, exclude_max=True),
-        "factor of the update of the step before, for --guider apg (default -0.5)",
+        "factor of the update of the step before, for --guider apg (default 0; paper -0.5)",
     )
     apg_threshold: float | None = option(
         None,
