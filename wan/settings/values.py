@@ -17,6 +17,7 @@ from wan.settings.presets import TRAIN_TIMESTEPS
 
 _FACTOR_SCHEMA = {"type": "number", "minimum": -100, "maximum": 100}
 _SCALE_SCHEMA = {"type": "number", "exclusiveMinimum": 0, "maximum": 100}
+_BLOCK_SCHEMA = {"type": "integer", "minimum": 0, "maximum": TRAIN_TIMESTEPS - 1}
 _MAX_FRAMES = 4093  # of the networks' 1024 rotary positions: 4 * 1023 + 1
 _MAX_SIDE = 1_000_000  # pixels; the much lower limits of a task are checked in `VideoParams`
 
@@ -473,13 +474,7 @@ def read_steps(name: str, raw: Any) -> tuple[int, ...]:
 @partial(
     Reader,
     metavar="9,10",
-    schema={
-        "anyOf": [
-            {"type": "string", "pattern": r"^\d+(-\d+)?(,\d+(-\d+)?)*$"},
-            {"type": "integer", "minimum": 0},
-            _list_schema({"type": "integer", "minimum": 0}),
-        ]
-    },
+    schema={"anyOf": [_BLOCK_SCHEMA, _list_schema(_BLOCK_SCHEMA)]},
 )
 def read_blocks(name: str, raw: Any) -> tuple[int, ...]:
     """Reads block numbers: text such as `9,10` or `8-10`, one number, or a list of numbers."""
