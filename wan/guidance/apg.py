@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from wan.guidance.guider import Guider
-from wan.settings.video_options import VideoSettings
+from wan.tasks.base import VideoParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ class AdaptiveProjected(Guider):
     The limit of the update is per element, so that it does not depend on the size of the video.
     """
 
-    def __init__(self, params: VideoSettings) -> None:
+    def __init__(self, params: VideoParams) -> None:
         super().__init__(params)
         values = (params.apg_eta, params.apg_momentum, params.apg_threshold)
         self._eta, self._momentum, self._threshold = (

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from wan.settings.guidance import GUIDERS
-from wan.settings.video_options import VideoSettings
+from wan.tasks.base import VideoParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ class Guider(ABC):
     Tensors of the latents' shape in its attributes are moved while the video is paused.
     """
 
-    def __init__(self, params: VideoSettings) -> None:
+    def __init__(self, params: VideoParams) -> None:
         self.params = params
 
     @property
@@ -49,13 +49,13 @@ def combine_linearly(cond_Zfhw: Tensor, uncond_Zfhw: Tensor, scale: float) -> Te
     return uncond_Zfhw + scale * (cond_Zfhw - uncond_Zfhw)
 
 
-def make_guider(params: VideoSettings) -> Guider:
+def make_guider(params: VideoParams) -> Guider:
     """Makes the guider of a video or clip."""
     guider: Guider = resolve_name(GUIDERS[params.guider].factory)(params)
     return guider
 
 
-def select_skipped_blocks(params: VideoSettings, step: int) -> tuple[int, ...]:
+def select_skipped_blocks(params: VideoParams, step: int) -> tuple[int, ...]:
     """Returns the blocks that the unconditional branch skips in a step (skip-layer guidance)."""
     start, stop = (share * params.sample_steps for share in params.slg_range)
     return params.slg_blocks or () if start <= step < stop else ()
