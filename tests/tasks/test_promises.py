@@ -151,6 +151,9 @@ def test_guidance_of_each_task(task: str, asked: Ask, tmp_path: Path) -> None:
     skipped = ("--slg_blocks", "0", "--slg_start", "0")
     for flags in ((*nag, "1"), skipped, ("--guider", "cfg_zero"), ("--guider", "apg")):
         assert (task_run.make_frames(tmp_path / "v.mp4", *flags) != task_run.frames).any(), flags
+    unguided = ("--sample_guide_scale", "1")
+    plain = task_run.make_frames(tmp_path / "v.mp4", *unguided)
+    assert (task_run.make_frames(tmp_path / "v.mp4", *unguided, *nag, "1") != plain).any()
 
 
 @parametrize_tasks("ti2v")
