@@ -30,7 +30,7 @@ LAYOUTS = {
     "two": (2, "--ulysses_size 2 --comm_type 1"),
     "branches": (2, "--cfg_size 2"),
     "four": (4, "--ulysses_size 2 --ring_size 2"),
-    "four, branches": (4, "--cfg_size 2 --ulysses_size 2 --fa_alltoall_overlap"),
+    "four, branches": (4, "--cfg_size 2 --ulysses_size 2 --fa_alltoall_overlap --dit_fsdp"),
 }
 DEFAULT = {("all and a cache", "four, branches")}
 

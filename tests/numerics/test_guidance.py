@@ -50,7 +50,6 @@ REFUSED = {
     "start without blocks": "--slg_start 0.2",
     "start after stop": "--slg_blocks 9 --slg_start 0.95",
     "a percentage": "--slg_blocks 9 --slg_stop 90",
-    "skipped with FSDP": "--slg_blocks 9 --dit_fsdp --cfg_size 2",
     "skipped with adapters": "--task s2v-14B --slg_blocks 9 --offload_model block",
     "NAG's scale 1": "--nag_scale 1",
     "tau without scale": "--nag_tau 2",
@@ -273,6 +272,14 @@ def test_steps_of_velocity_zero_call_no_network() -> None:
         x = x + (s_next - s) * torch.from_numpy(a * uncond + 5.0 * (cond - a * uncond))
     assert_close(latents, x)
     assert not torch.equal(latents, first)
+
+
+def test_a_step_of_two_forward_passes_has_velocity_zero_in_both() -> None:
+    params = make_params(
+        guider="cfg_zero", zero_init_steps=3, sample_steps=9, sample_solver="res_2s"
+    )
+    _, calls = run_loop(params)
+    assert [index for index, *_ in calls[::2]] == [*range(6, 17)]
 
 
 def test_blocks_are_skipped_in_some_steps_of_one_branch() -> None:

@@ -32,7 +32,7 @@ class EasyPolicy(Policy):
     decides_per_step = True
 
     def check_params(self, params: VideoParams) -> tuple[str, ...]:
-        notices, num_steps = super().check_params(params), params.sample_steps
+        notices, num_steps = super().check_params(params), params.num_forwards
         if num_steps <= _NUM_FIRST_STEPS + 1:
             raise InputError(
                 "`step_cache`",
@@ -46,8 +46,8 @@ class EasyPolicy(Policy):
     def select_steps(
         self, params: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists:
-        last = params.sample_steps - 1
-        steps = (s < _NUM_FIRST_STEPS or s == last for s in range(params.sample_steps))
+        last = params.num_forwards - 1
+        steps = (s < _NUM_FIRST_STEPS or s == last for s in range(params.num_forwards))
         return dict.fromkeys(BRANCHES, tuple(steps))
 
     def make_cache(self, sync_branches: bool = False, all_agree: AllAgree | None = None) -> Cache:

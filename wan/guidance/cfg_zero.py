@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from wan.guidance.guider import Guider, combine_linearly
+from wan.settings.solvers import SOLVERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,8 +18,10 @@ class CfgZeroStar(Guider):
 
     @property
     def num_zero_steps(self) -> int:
-        num_steps = self.params.zero_init_steps
-        return int(self.params.sample_steps >= _MIN_STEPS) if num_steps is None else num_steps
+        params, num_steps = self.params, self.params.zero_init_steps
+        if num_steps is None:
+            num_steps = int(params.sample_steps >= _MIN_STEPS)
+        return num_steps * SOLVERS[params.sample_solver].forwards_per_step
 
     def combine(self, cond_Zfhw: Tensor, uncond_Zfhw: Tensor, scale: float) -> Tensor:
         ratio = (cond_Zfhw * uncond_Zfhw).sum() / ((uncond_Zfhw**2).sum() + 1e-8)

@@ -29,7 +29,7 @@ class Guider(ABC):
 
     @property
     def num_zero_steps(self) -> int:
-        """Number of first steps whose velocity is 0, for which no network is called."""
+        """Number of first forward passes that are left out, as their velocity is 0."""
         return 0
 
     @abstractmethod
@@ -57,5 +57,5 @@ def make_guider(params: VideoParams) -> Guider:
 
 def select_skipped_blocks(params: VideoParams, step: int) -> tuple[int, ...]:
     """Returns the blocks that the unconditional branch skips in a step (skip-layer guidance)."""
-    start, stop = (share * params.sample_steps for share in params.slg_range)
+    start, stop = (share * params.num_forwards for share in params.slg_range)
     return params.slg_blocks or () if start <= step < stop else ()
