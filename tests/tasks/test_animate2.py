@@ -25,6 +25,7 @@ from tests.tasks.tasks import write_moving_box, write_picture
 from tools import make_sound
 from wan.media.audio import add_audio, has_audio
 from wan.media.video_reader import read_frames_at, read_video
+from wan.settings.errors import COMMAND_LINE_NAMING
 from wan.settings.presets import PRESETS
 from wan.tasks.animate2 import (
     compute_frame_indices,
@@ -178,9 +179,13 @@ def test_recipes(tiny: Tiny, tmp_path: Path) -> None:
     assert resolve_plan(*argv, "--recipe", "animate2-10step").params.sample_steps == 10
 
 
-def test_other_rates_and_lengths(tmp_path: Path) -> None:
+def run_notices(argv: list[object], *more: object) -> str:
+    return " ".join(map(COMMAND_LINE_NAMING.render, resolve_plan(*argv, *more).notices))
+
+
+def test_other_rates_and_lengths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """--fps is the rate at which the driving video is read, and the mp4's."""
-    argv = ["--task", "animate2-14B", "--image", write_picture(tmp_path / "cat.png")]
+    argv = ["--task", "animate2-14B", "--image", write_picture(tmp_path / "cat.png", size=(64, 96))]
     argv += ["--src_video", write_moving_box(tmp_path / "video.mp4", count=30, fps=30)]
     for more, (frames, clips) in {
         (): (24, 1),
@@ -193,6 +198,12 @@ def test_other_rates_and_lengths(tmp_path: Path) -> None:
         assert (run.params.num_frames, run.params.num_clip) == (frames, clips), more
         assert run.output.fps == (16 if "--fps" in more else 24)
         assert math.prod(run.params.video_size) <= 640 * 800
+        notices = [notice for notice in run.notices if notice.startswith("The driving video")]
+        assert len(notices) == (more in ((), ("--fps", 16))), more
+    assert "has 16 frames, and 1 clip(s) of 81" in run_notices(argv, "--fps", 16)
+    assert "--frame_num 17 is enough" in run_notices(argv, "--fps", 16)
+    assert "--frame_num 13 is enough" in run_notices(argv, "--frame_num", 17)
+    assert "fills only 50 %" in caplog.text
 
 
 FLAGS = {
