@@ -41,9 +41,11 @@ def attend_to_blocks(
         if not num_rows:
             continue
         parts = split_keys(first_key, num_rows)
-        place = {"owner": owner} if len(valid_rows) > 1 else {}
+        attributes = {"owner": owner} if len(valid_rows) > 1 else {}
         for block, (q, merger) in enumerate(zip(q_blocks, mergers, strict=True)):
-            with trace.span("attention", q, block=block, keys=num_rows, method="dense", **place):
+            with trace.span(
+                "attention", q, block=block, keys=num_rows, method="dense", **attributes
+            ):
                 results = [
                     attend_with_lse(q, k_block[:, start:stop], v_block[:, start:stop])
                     for start, stop, _ in parts
