@@ -350,8 +350,13 @@ class VideoJob:
         """Removes this run's preview, and temporary files of killed runs of this video.
 
         A hidden file, which may be incomplete, is removed if its name contains an ended process. A
-        latents file must also have the content of one.
+        latents file must also have the content of one, and must not be an input of this video.
         """
+        inputs = {
+            input_file.path.resolve()
+            for input_file in self.run.input_files
+            if input_file.setting != "decode_latents"
+        }
         if self._preview_path is not None and self._on_preview is None:
             remove_output(self._preview_path, PREVIEW_KIND)
         path = self.run.output.save_file.absolute()
@@ -368,6 +373,7 @@ class VideoJob:
                 match = latents.fullmatch(stale_file.name)
                 if (
                     match is None
+                    or stale_file.resolve() in inputs
                     or not has_process_ended(match[1])
                     or not remove_output(stale_file, LATENTS_KIND)
                 ):

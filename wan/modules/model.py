@@ -246,7 +246,7 @@ class WanModel(nn.Module):
                 conditioning.before_blocks(x_BLC)
             for layer, block in islice(enumerate(self.blocks), start, stop):
                 if reference is not None and layer not in reference.layers:
-                    _skip_block(block)
+                    _skip_block(block, layer)
                     continue
                 x_BLC = self._run_block(layer, x_BLC, block_inputs)
                 if layer in after_block:
@@ -420,8 +420,9 @@ class WanModel(nn.Module):
         return super()._apply(fn, recurse)
 
 
-def _skip_block(block: Any) -> None:
+def _skip_block(block: Any, layer: int) -> None:
     """Leaves a block out; FSDP's ranks gather it all the same, as others may compute it."""
+    trace.record_marker("skip", layer=layer)
     if hasattr(block, "unshard"):
         block.unshard()
         block.reshard()
