@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import re
 import string
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -279,10 +278,7 @@ def _convert_to_animate2(folder: Path) -> None:
     others.mkdir(parents=True)
     (folder / "config.json").rename(dit / "config.json")
     flat_file = folder / "diffusion_pytorch_model.safetensors"
-    tensors = {
-        re.sub(r"^(blocks\.\d+\.)", r"\1block.", name): tensor
-        for name, tensor in load_file(flat_file).items()
-    }
+    tensors = {keymaps.nest_animate2_block(key): x for key, x in load_file(flat_file).items()}
     save_file(tensors, dit / "wan_animate_2_bf16.safetensors", metadata={"format": "pt"})
     flat_file.unlink()
     for file in folder.glob("models_*.pth"):
