@@ -363,7 +363,7 @@ def test_help_is_light(tmp_path: Path) -> None:
     for option in (
         "--sample_guide_scale X[,X] guidance scale",
         "--comm_type {0,1,2} 0: baseline",
-        "--sample_solver {unipc,dpm++,euler,dmd,rcm}",
+        "--sample_solver {unipc,dpm++,euler,dmd,rcm,lcm,",
         "--cfg_size {1,2}",
         "--rainfusion_type {v1,v2,v3}",
         "--use_rainfusion block-sparse",

@@ -240,6 +240,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "log_scale": ("-1.3", -1.3, ("--task", "animate2-14B")),
     "conditioning_scale": ("0.5", (0.5,), VACE),
     "sample_solver": ("dpm++", "dpm++", ()),
+    "sigmas": ("beta", "beta", ()),
     "timesteps": ("1000,500.5", (1000.0, 500.5), ("--sample_solver", "dmd")),
     "boundary_step": ("3", 3, ()),
     "ode": ("true", True, ("--sample_solver", "rcm", "--sample_steps", "4")),

@@ -431,7 +431,7 @@ class VideoJob:
                 **asdict(run.setup.parallel),
             },
             **({"boundary": boundary} if (boundary := run.boundary) is not None else {}),
-            **_make_start_record(run.params),
+            **_make_steps_record(run.params),
             **({"lora": lora.make_lora_record(run.setup.loras)} if run.setup.loras else {}),
             **({"video_lora": video_loras} if video_loras else {}),
             **({"step_cache": cache} if (cache := pipeline.step_cache.make_record()) else {}),
@@ -480,10 +480,14 @@ _COMMENT_SETTINGS = ("prompt", "size", "frame_num", "sample_solver", "sample_ste
 """Settings in the comment of an mp4; the record has all settings."""
 
 
-def _make_start_record(params: VideoParams) -> dict[str, Any]:
-    """Returns the record's entry about the first step of video to video; {} for other videos."""
+def _make_steps_record(params: VideoParams) -> dict[str, Any]:
+    """Returns the record's entries about steps that the settings do not list; {} for most videos.
+
+    They are the first step of video to video, and the number of forward passes of a branch.
+    """
     if not params.starts_from_source:
-        return {}
+        forwards = params.num_forwards
+        return {} if forwards == params.sample_steps else {"forwards": forwards}
     schedule = noise_schedule.make_noise_schedule(params)
     steps = {"step": schedule.first_step, "steps": len(schedule.experts)}
     return {"start": {**steps, "sigma": schedule.sigmas[0]}}

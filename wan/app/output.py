@@ -142,7 +142,7 @@ def check_trace_options(output: Output, compiled: bool, steps: int) -> None:
         why = "does not work with `compile`, whose graphs contain no spans"
         raise InputError(setting, None, why, "drop one of them")
     if output.trace_steps is not None and max(output.trace_steps) >= steps:
-        why = f"names step {max(output.trace_steps)}, but there are {steps} (`sample_steps`)"
+        why = f"names step {max(output.trace_steps)}, but there are {steps} (from `sample_steps`)"
         raise InputError("`trace_steps`", None, f"{why}: 0 to {steps - 1}")
     if output.trace is not None:
         check_folder(output.trace.absolute(), "`trace`", output.trace)

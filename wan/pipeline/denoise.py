@@ -192,7 +192,7 @@ class DenoisingLoop:
         low_noise_scale, high_noise_scale = params.sample_guide_scale
         timestep, grid, latents = self._timesteps[index], params.grid, self.latents
         step_index = self._noise_schedule.step_range[index]
-        step = StepInfo(step_index, params.sample_steps, "cond", expert, grid, prod(grid))
+        step = StepInfo(step_index, params.num_forwards, "cond", expert, grid, prod(grid))
         predict_branch = partial(
             predict_velocity,
             model,

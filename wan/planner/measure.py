@@ -421,7 +421,7 @@ class Planner:
             for name in modules.keys() & _LAYERS.keys():
                 tracker.track_module(modules[name], _LAYERS[name])
         setup, params, config = self.setup, self.params, self.setup.checkpoint.config
-        (channels, *size), grid, steps = params.latent_shape, params.grid, params.sample_steps
+        (channels, *size), grid, steps = params.latent_shape, params.grid, params.num_forwards
 
         def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=tracker.device)

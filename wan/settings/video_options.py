@@ -10,6 +10,7 @@ from pathlib import Path
 
 from wan.settings import values
 from wan.settings.fields import REQUIRED, command_option, load_option, option
+from wan.settings.noise_tables import NOISE_TABLES, OFFICIAL_TABLE
 from wan.settings.presets import TASKS_OF_KIND, TRAIN_TIMESTEPS, Preset
 from wan.settings.solvers import SOLVERS, SOLVERS_OF_ANY_TIMESTEPS
 from wan.settings.values import choice, integer, real, switch
@@ -48,6 +49,12 @@ class Sampling:
         keyword="shift",
         diffusers="flow_shift",
         checkpoint=True,
+    )
+    sigmas: str = option(
+        OFFICIAL_TABLE,
+        choice(OFFICIAL_TABLE, *NOISE_TABLES),
+        "noise table that --sample_shift shifts; official (default): equal steps; simple, beta, "
+        "beta57: as in ComfyUI, beta and beta57 with more steps at both ends",
     )
     timesteps: tuple[float, ...] | None = option(
         None,

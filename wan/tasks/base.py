@@ -415,8 +415,13 @@ class VideoParams(VideoSettings):
 
     @property
     def step_range(self) -> range:
-        """Indices of the computed steps among all `sample_steps`."""
+        """Indices of the computed steps among all `num_forwards`."""
         return make_noise_schedule(self).step_range
+
+    @property
+    def num_forwards(self) -> int:
+        """Steps of the complete noise schedule: `sample_steps`, or the forward passes in them."""
+        return len(make_noise_schedule(self.with_all_steps).experts)
 
     @property
     def with_all_steps(self) -> VideoParams:
