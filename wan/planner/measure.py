@@ -24,7 +24,8 @@ from wan.checkpoint.load import DTYPES, UNSHARDED, DtypeRule, Sharding, make_dit
 from wan.checkpoint.tensor_info import FLOATS, TensorInfo
 from wan.device import Device, select_device
 from wan.distributed import mesh
-from wan.kernels.forward_context import StepInfo
+from wan.guidance.nag import NormalizedAttention
+from wan.kernels.forward_context import CrossAttentionGuidance, StepInfo
 from wan.kernels.interfaces import Target
 from wan.kernels.registry import select_kernels
 from wan.modules import clip, t5
@@ -431,6 +432,11 @@ class Planner:
         model_kwargs = params.task.make_model_kwargs(params, config, empty)
         if num_images:
             model_kwargs["clip_fea"] = empty(num_images, clip.NUM_TOKENS, config["image_dim"])
+        text_guidance = None
+        if params.nag_scale is not None:
+            second_text = empty(*text_size, dtype=self.dtype)
+            text_guidance = CrossAttentionGuidance(second_text, NormalizedAttention(params))
+            tracker.exclude([second_text])
         tracker.exclude((x, y, *contexts, *_iter_tensors(model_kwargs)))
         t = torch.tensor([500.0])
         token_timesteps = model_kwargs.pop("t", None)
@@ -445,7 +451,10 @@ class Planner:
         for index in [0, *step_indices] if setup.cache.policy != "none" else step_indices:
             tracker.sent_operations.clear()
             for branch, text_LC in zip(branches, contexts, strict=True):
-                step = StepInfo(index, steps, branch, setup.preset.experts[0], grid, prod(grid))
+                step = StepInfo(
+                    *(index, steps, "cond", setup.preset.experts[0], grid, prod(grid)),
+                    text_guidance=text_guidance,
+                ).for_branch(branch)
                 kwargs = model_kwargs | ({"y": [y]} if len(y) else {})
                 with tracker:
                     network([x], t, context=[text_LC], seq_len=prod(grid), **kwargs, step=step)
