@@ -206,6 +206,20 @@ async def test_a_restart_continues_with_the_next_video(is_recorded: bool, tmp_pa
     assert (await get_video(reopened, name))["progress"] == 100
 
 
+async def test_a_video_that_is_gone_at_the_start_is_made_again(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs", Limits(batch_size=1))
+    name = await jobs.create({"n": 3, "seed": 7})
+    jobs.start_idle_ranks()
+    for index in range(2):
+        jobs.complete(f"{name}.{index}" if index else name)
+    (jobs.folder / "jobs" / name / "video.mp4").unlink()
+    jobs.service.journal.close()
+    reopened = Jobs(jobs.folder, Limits(batch_size=1))
+    assert (await get_video(reopened, name))["steps"] == [0, 6]
+    (command,) = reopened.start_idle_ranks().job_groups[-1]
+    assert command["job"] == name
+
+
 async def test_a_lost_journal(tmp_path: Path) -> None:
     """All videos of a folder become one completed job."""
     jobs = Jobs(tmp_path / "jobs")

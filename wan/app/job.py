@@ -322,7 +322,8 @@ class VideoJob:
         """Adds audio to a finished mp4; logs an error if that fails."""
         audio_file = silent.with_name(f"{silent.stem}.sound.mp4")
         try:
-            audio.add_audio(silent, source, audio_file, start_seconds)
+            pads_audio = self.run.inputs.pads_soundtrack
+            audio.add_audio(silent, source, audio_file, start_seconds, pads_audio)
             audio_file.replace(silent)
         except OSError as error:
             audio_file.unlink(missing_ok=True)

@@ -119,7 +119,9 @@ def read_audio(path: Path) -> Audio:
     return audio
 
 
-def add_audio(video: Path, audio: Path, out: Path, skip_seconds: float = 0.0) -> None:
+def add_audio(
+    video: Path, audio: Path, out: Path, skip_seconds: float = 0.0, pads_audio: bool = False
+) -> None:
     """Writes an mp4 with the frames of one file and the audio of another one.
 
     The result is as long as the shorter of both.
@@ -128,6 +130,7 @@ def add_audio(video: Path, audio: Path, out: Path, skip_seconds: float = 0.0) ->
         video: An mp4 without audio; its frames are not encoded again.
         audio: The file whose first audio stream is encoded as AAC, 192 kbit/s.
         skip_seconds: Left out at the beginning of the audio.
+        pads_audio: Whether silence follows a shorter audio, so that all frames stay.
 
     Raises:
         OSError: ffmpeg failed.
@@ -135,6 +138,7 @@ def add_audio(video: Path, audio: Path, out: Path, skip_seconds: float = 0.0) ->
     filters = _PAD_FROM_TIME_0 + (
         f",atrim=start={skip_seconds:.6f},asetpts=PTS-STARTPTS" if skip_seconds else ""
     )
+    filters += ",apad" if pads_audio else ""
     args = [*build_input_args(video), *build_input_args(audio), "-map", "0:v:0", "-map", "1:a:0"]
     args += ["-c:v", "copy", "-af", filters, "-c:a", "aac", "-b:a", "192k", "-shortest"]
     result = run_ffmpeg([*args, *build_output_args(out), *build_clock_args(audio, "1:v?")])

@@ -49,6 +49,11 @@ class JobFiles:
         """Returns the path of one of a job's videos."""
         return self.job_folder(job) / f"{make_output_stem(index)}.mp4"
 
+    def count_videos(self, job: ServiceJob) -> int:
+        """Returns the number of a job's videos on the local disk before the first missing one."""
+        exists = [self.video_path(job, index).exists() for index in range(job.num_outputs)]
+        return [*exists, False].index(False)
+
     def list_jobs_with_video(self) -> list[str]:
         """Returns the ids of the jobs that have a video on the local disk."""
         return [*{path.parent.name: None for path in self.jobs.glob("*/video*.mp4")}]

@@ -131,6 +131,10 @@ class Service:
         for job in self.journal.requeue_interrupted():
             self.files.remove_attempt(job, keep_clips=False)
         for job in self.journal.list_in_state("queued"):
+            num_videos = self.files.count_videos(job)
+            if num_videos < job.outputs_done:
+                self.journal.update_job(job, outputs_done=num_videos)
+                self.journal.update_job(job, done=job.steps_before)
             self.files.remove_attempt(job)
         remove_orphaned_folders(jobs, self.journal.get_state)
 

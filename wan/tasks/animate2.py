@@ -67,6 +67,7 @@ class Animate2Inputs(Inputs):
 
     driving_video: VideoFile | None = None
     has_sound: bool = False
+    pads_soundtrack: ClassVar[bool] = True
 
     @property
     def soundtrack(self) -> tuple[Path, float] | None:

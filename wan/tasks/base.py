@@ -61,6 +61,8 @@ class Inputs:
         clip_state: `Clip.state` of the last of these clips, on every rank.
         files: Input files whose content determines the video.
         loras: LoRAs of this video only, by network.
+        pads_soundtrack: Whether silence follows a soundtrack that is shorter than the video, which
+            is cut otherwise.
     """
 
     image: Image.Image | None = None
@@ -74,6 +76,7 @@ class Inputs:
     clip_state: Tensor | None = None
     files: tuple[Path, ...] = ()
     loras: VideoLoras = field(default_factory=dict)
+    pads_soundtrack: ClassVar[bool] = False
 
     @property
     def source_size(self) -> Size | None:
