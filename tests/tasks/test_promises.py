@@ -235,7 +235,9 @@ def test_a_run_after_a_killed_one(task: str, asked: Ask, tmp_path: Path) -> None
     assert {path.name for path in tmp_path.iterdir()} == {"v.mp4", "v.json"}
 
 
-@pytest.mark.parametrize("task", ["s2v", slow("animate")])  # long videos: test_long_videos.py
+@pytest.mark.parametrize(
+    "task", ["s2v", slow("animate"), slow("animate2")]
+)  # long videos: test_long_videos.py
 def test_a_killed_video_of_clips_goes_on(task: str, asked: Ask, tmp_path: Path) -> None:
     """Stored clips are not made again, and the finished video is that of one run."""
     task_run, out = asked(task), tmp_path / "v.mp4"

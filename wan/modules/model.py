@@ -248,7 +248,7 @@ class WanModel(nn.Module):
                 conditioning.before_blocks(x_BLC)
             for layer, block in islice(enumerate(self.blocks), start, stop):
                 if layer in skipped_blocks or (reference and layer not in reference.layers):
-                    _skip_block(block)
+                    _skip_block(block, layer)
                 else:
                     x_BLC = self._run_block(layer, x_BLC, block_inputs)
                 if layer in after_block:
@@ -432,8 +432,9 @@ class WanModel(nn.Module):
         return super()._apply(fn, recurse)
 
 
-def _skip_block(block: Any) -> None:
+def _skip_block(block: Any, layer: int) -> None:
     """Leaves a block out; FSDP's ranks gather it all the same, as others may compute it."""
+    trace.record_marker("skip", layer=layer)
     if hasattr(block, "unshard"):
         block.unshard()
         block.reshard()

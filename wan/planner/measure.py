@@ -147,9 +147,8 @@ class Planner:
         """Sums the keys and values of a reference video of all layers, in the host's memory."""
         size = self.measure_forwards(self.setup.parallel)[0].size
         num_held = memory_estimate.count_reference_layers(self.setup, self.device.type)
-        num_layers: int = self.setup.checkpoint.config["num_layers"]
-        is_streamed = num_held < num_layers
-        return is_streamed * size.per_clip["reference K/V"] // num_held * num_layers
+        is_streamed = num_held < self.setup.checkpoint.config["num_layers"]
+        return is_streamed * size.per_clip["reference K/V"]
 
     def list_branches(self, parallel: Parallel) -> tuple[str, ...]:
         """Returns the guidance branches that a rank computes."""
@@ -345,8 +344,7 @@ class Planner:
         per_clip = Usage()
         if reference_kv is not None:
             cached_usage["self-attention"] -= reference_kv.nbytes
-            num_held = memory_estimate.count_reference_layers(setup, self.device.type)
-            per_clip["reference K/V"] = reference_kv.nbytes * num_held // num_measured
+            per_clip["reference K/V"] = reference_kv.nbytes * num_layers // num_measured
         cached_usage = (
             cached_usage - Usage(embeddings=residual_bytes) + Usage({"step cache": residual_bytes})
         )
