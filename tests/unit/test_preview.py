@@ -78,8 +78,14 @@ WINDOWS: dict[str, tuple[VideoParams, int, int, slice]] = {
 
 @pytest.mark.parametrize("case", WINDOWS)
 def test_a_known_first_frame_is_not_shown(case: str) -> None:
+    """The last frame of the window is shown."""
     params, clip, num_latents, window = WINDOWS[case]
     assert find_preview_window(params, clip, num_latents) == window
+    shown: list[Tensor] = []
+    preview = Preview(params, lambda latents: latents, shown.append)
+    preview.start_clip(clip, lambda _, latents: latents)
+    preview.update(torch.arange(num_latents).view(1, -1, 1, 1))
+    assert [frame.item() for frame in shown] == [window.stop - 1]
 
 
 @pytest.mark.usefixtures("one_thread")
