@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.pipelines import resolve_argv
@@ -125,6 +126,16 @@ def test_another_file_of_a_lora_makes_clips_again(chain: TwoClipRun) -> None:
     chain.write_lora(1.0)
     assert chain.make_clip_files().count_finished() == 2
     assert chain.make_clip_files("--lora_high_noise", chain.lora).count_finished() == 0
+
+
+def test_a_changed_state_makes_its_clip_again(chain: TwoClipRun) -> None:
+    """Its metadata are those of the clip."""
+    chain.write_clips()
+    path = chain.make_clip_files().folder / "0002.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata, end = file.metadata(), file.get_tensor("end")
+    save_file({"end": end + 1e-3}, path, metadata)
+    assert chain.make_clip_files().count_finished() == 1
 
 
 @pytest.mark.parametrize("name", ["0002.mp4", "0002.safetensors"])
