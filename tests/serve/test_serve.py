@@ -157,7 +157,8 @@ def test_a_preview_while_a_video_is_generated(served: ServiceProcess) -> None:
 
 def test_list_in_pages_and_remix(served: ServiceProcess) -> None:
     client = served.client()
-    ids = [served.create(seed=number, num_inference_steps=1) for number in range(2)]
+    shortest = {"num_frames": 1, "num_inference_steps": 1}
+    ids = [served.create(seed=number, **shortest) for number in range(2)]
     listed = [video.id for video in client.videos.list(limit=1)]
     assert listed[:2] == ids[::-1] and len(listed) == len(set(listed))
     assert [video.id for video in client.videos.list(limit=1, order="asc")] == listed[::-1]
@@ -192,7 +193,7 @@ def test_deleted_and_abandoned_videos_end(served: ServiceProcess) -> None:
 def test_nothing_of_a_deleted_video_is_left(served: ServiceProcess) -> None:
     """No prompt is in the journal, the log or any other file; the log has only the job's id."""
     texts = {"prompt": "zq private zq", "negative_prompt": "zq unwanted zq"}
-    name = served.create(num_inference_steps=1, **texts)
+    name = served.create(num_frames=1, num_inference_steps=1, **texts)
     served.wait_for_video(name)
     served.request(f"/v1/videos/{name}", method="DELETE")
     paths = [path for path in served.folder.rglob("*") if path.is_file()]
@@ -252,7 +253,8 @@ def test_unfinished_requests_leave_room_for_jobs(served: ServiceProcess) -> None
             for _ in range(40):
                 with suppress(OSError):
                     slow.enter_context(open_connection(served.port, sent))
-        assert served.wait_for_video(served.create(num_inference_steps=1))["status"] == "completed"
+        video = served.create(num_frames=1, num_inference_steps=1)
+        assert served.wait_for_video(video)["status"] == "completed"
 
 
 def check_fault(kind: str, served: ServiceProcess, faults: Faults, own: np.ndarray) -> None:

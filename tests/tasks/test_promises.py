@@ -207,7 +207,7 @@ def test_the_python_class_makes_the_same_video(task: str, asked: Ask, tmp_path: 
         assert (output == expected).all()
 
 
-@parametrize_tasks("i2v")
+@parametrize_tasks("t2v")
 def test_a_run_after_a_killed_one(task: str, asked: Ask, tmp_path: Path) -> None:
     """The same video; no files of the killed run remain."""
     task_run, out = asked(task), tmp_path / "v.mp4"
