@@ -44,7 +44,7 @@ from tests.serve.serving import ServiceProcess
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
 from wan.media.video_reader import read_video
-from wan.serve.folders import STORED_FILES
+from wan.serve.folders import list_output_files
 from wan.settings.values import integer, real
 
 _SECRET = "secret of the load"
@@ -187,7 +187,7 @@ def check_journal(work: Path, ledger: Ledger) -> tuple[dict[str, int], list[str]
             wrong.append(f"{name} is {state}; deleted by a client: {name in ledger.deleted}")
         if state == "completed":
             is_local = {"video.json"} <= local <= {"video.json", "video.preview.jpg"}
-            if not is_local or stored != {*STORED_FILES}:
+            if not is_local or stored != {*list_output_files(0)}:
                 wrong.append(f"{name} has {local}, and {stored} in the store")
                 continue
             count, digest = _hash_frames(work / "store" / name / "video.mp4")

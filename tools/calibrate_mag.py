@@ -79,6 +79,11 @@ def calibrate_curve(argv: list[str]) -> Curve:
         raise InputError("A curve is measured without a step cache; drop --step_cache.")
     if not request.uses_guidance:
         raise InputError("A curve needs both guidance branches; drop --sample_guide_scale 1.")
+    if (other_schedule := mag.find_other_schedule(request)) is not None:
+        raise InputError(
+            f"A curve holds for the steps that `sample_shift` makes, not for {other_schedule}; "
+            "drop it."
+        )
     everything = StepCache(f"steps:0-{request.sample_steps - 1}")
     recorder = RatioRecorder(policy.make_policy(everything, setup.preset))
     device = devices.select_device(setup.execution.device)

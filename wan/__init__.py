@@ -22,6 +22,7 @@ from wan.utils.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from wan.animate import WanAnimate
+    from wan.animate2 import WanAnimate2
     from wan.image2video import WanI2V
     from wan.media.video_writer import save_video
     from wan.speech2video import WanS2V
@@ -29,10 +30,20 @@ if TYPE_CHECKING:
     from wan.textimage2video import WanTI2V
     from wan.vace import WanVace
 
-__all__ = ["WanAnimate", "WanI2V", "WanS2V", "WanT2V", "WanTI2V", "WanVace", "save_video"]
+__all__ = [
+    "WanAnimate",
+    "WanAnimate2",
+    "WanI2V",
+    "WanS2V",
+    "WanT2V",
+    "WanTI2V",
+    "WanVace",
+    "save_video",
+]
 
 _MODULES = {
     "WanAnimate": "animate",
+    "WanAnimate2": "animate2",
     "WanI2V": "image2video",
     "WanS2V": "speech2video",
     "WanT2V": "text2video",

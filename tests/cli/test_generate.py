@@ -360,7 +360,7 @@ def test_help_is_light(tmp_path: Path) -> None:
     for option in (
         "--sample_guide_scale X[,X] guidance scale",
         "--comm_type {0,1,2} 0: baseline",
-        "--sample_solver {unipc,dpm++,euler,dmd,rcm}",
+        "--sample_solver {unipc,dpm++,euler,dmd,rcm,lcm,",
         "--cfg_size {1,2}",
         "--rainfusion_type {v1,v2,v3}",
         "--use_rainfusion block-sparse",
@@ -522,7 +522,7 @@ def test_a_video_that_appears_meanwhile_is_kept(
 
 
 def test_files_of_a_killed_run_are_removed(plain: Path, tiny, tmp_path: Path) -> None:
-    """The next run of the same video removes them; files of living processes are kept."""
+    """The next run of the same video removes them, except those of living processes and inputs."""
     latents_bytes = plain.with_suffix(".latents.safetensors").read_bytes()
     host = make_process_name().rpartition("-")[0]
     dead = subprocess.Popen(["true"])
@@ -531,11 +531,13 @@ def test_files_of_a_killed_run_are_removed(plain: Path, tiny, tmp_path: Path) ->
     owners = [f"{host}-{dead.pid}", f"{host}-{os.getppid()}", f"elsewhere-{dead.pid}"]
     for name in (name.format(owner) for name in names for owner in owners):
         (tmp_path / name).write_bytes(latents_bytes if "latents" in name else b"unfinished")
-    out = tmp_path / "v.mp4"
-    run_generate("--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, "--save_file", out)
-    remaining = {path.name for path in tmp_path.iterdir()} - {"v.mp4", "v.json"}
+    source = tmp_path / names[2].format(f"{host}-{2**22 + 1}")  # no process has this ID
+    source.write_bytes(latents_bytes)
+    argv = [*SMALL, "--src_video", source, "--strength", 1, "--save_file", tmp_path / "v.mp4"]
+    run_generate("--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *argv)
+    remaining = {path.name for path in tmp_path.iterdir()} - {"v.mp4", "v.json", source.name}
     other_owners_files = {name.format(owner) for name in names for owner in owners[1:]}
-    assert remaining == other_owners_files | {names[3].format(owners[0])}
+    assert remaining == other_owners_files | {names[3].format(owners[0])} and source.exists()
 
 
 def test_the_record_and_the_video_hold_the_command(tiny, tmp_path: Path, monkeypatch) -> None:

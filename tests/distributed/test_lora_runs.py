@@ -1,4 +1,4 @@
-"""Whole runs with LoRAs, few steps, FP8 and GGUF files, against merged or upcast checkpoints."""
+"""Whole runs with LoRAs, FP8 and GGUF files, against merged or upcast checkpoints."""
 
 from __future__ import annotations
 
@@ -135,26 +135,6 @@ def test_other_kinds_than_pairs(ranks: int, flags: str, tiny: Any, tmp_path: Pat
     actual = make_latents(ranks, [*arguments, *flags.split()], tmp_path / "v.mp4")
     assert (actual - single_latents).abs().max() <= 1e-4
     assert (plain - single_latents).abs().max() > 1e-2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        "--sample_solver dmd --timesteps 1000,757,522",
-        "--sample_solver rcm --sample_steps 4",
-        "--sample_solver rcm --sample_steps 3 --ode --boundary_step 1",
-    ],
-)
-def test_noise_between_steps_is_the_same_on_all_ranks(
-    schedule: str, tiny: Any, tmp_path: Path
-) -> None:
-    arguments = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK, *schedule.split()]
-    single_latents = make_latents(1, arguments, tmp_path / "alone.mp4")
-    flags = ["--cfg_size", "2", "--comm_type", "1"]
-    assert (
-        make_latents(4, [*arguments, *flags], tmp_path / "v.mp4") - single_latents
-    ).abs().max() <= 1e-4
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,12 @@ RUNS: dict[str, tuple[str, int, str, str]] = {  # task, ranks, policy, all else
     "compiled": ("t2v-A14B", 2, FIRST_BLOCK, "--compile --comm_type 1"),
     "fused": ("t2v-A14B", 2, FIRST_BLOCK, "--fused_ops modulated_norm,norm_rope,add_norm,gelu"),
     "int8": ("t2v-A14B", 2, FIRST_BLOCK, "--comm_type 1 --quant_dit_path EXPORT"),
+    "two passes a step": (
+        "t2v-A14B",
+        2,
+        f"{FIRST_BLOCK} --sample_solver res_2s --sample_steps 5",
+        "--comm_type 1",
+    ),
     "tea": ("ti2v-5B", 2, TEA, "--ring_size 2"),
     "mag": ("ti2v-5B", 4, MAG, "--cfg_size 2 --dit_fsdp"),
     "list": ("t2v-A14B", 4, STEPS, "--cfg_size 2 --comm_type 2"),

@@ -28,6 +28,7 @@ from tests.npu_sim import checkpoint
 from tests.npu_sim.latents import build_run, make_latents
 from wan.checkpoint.load import keep_sources
 from wan.checkpoint.tensor_source import TensorSource
+from wan.modules.reference_kv import ReferenceKV, ReferenceLayout, ReferencePass
 from wan.pipeline import offload
 from wan.pipeline.offload import stream_blocks
 from wan.tasks.base import Inputs
@@ -178,6 +179,34 @@ def test_blocks_may_end_amid_a_slab_of_host_memory() -> None:
     """Blocks of 512 bytes in slabs of 384 are copied in parts."""
     logs = record_forwards(3, 0, [None] * 2, slab=384)
     assert logs[1].count("copy") > 3
+
+
+def test_reference_keys_are_copied_while_the_block_before_computes() -> None:
+    """One branch of guidance skips block 2. A: the memory is free; B to H: a copy is complete.
+
+    The keys of layer i are i, its values i + 10.
+    """
+    layout = ReferenceLayout((2, 1, 2), (3, 1, 2), padded_len=6, full_frames=3, first_column=0)
+    kv, streams = ReferenceKV(layout, NPU, in_host_memory=True), Streams()
+    for layer in range(3):
+        key = torch.full((1, 4, 1, 8), layer + 1.0)
+        kv.record(layer, 0, key, key + 10, (0, 1))
+    kv.is_complete = True
+    with streams.installed():
+        for branch, num_layers in (((0, 1, 2), 3), ((0, 2), 2), ((0, 1, 2), 1)):
+            for layer in branch[:num_layers]:
+                streams.log.append(f"layer {layer + 1}")
+                chunks = ReferencePass(kv, 0.0, branch).get_layer(layer).chunks
+                assert [x.unique().tolist() for x in chunks[0]] == [[layer + 1.0], [layer + 11.0]]
+    assert ", ".join(streams.log) == (
+        "layer 1, done A, wait A, copy 1, wait A, copy 11, mark B, "
+        "done A, wait A, copy 2, wait A, copy 12, mark C, behind B, "
+        "layer 2, done A, wait A, copy 3, wait A, copy 13, mark D, behind C, "
+        "layer 3, done A, wait A, copy 1, wait A, copy 11, mark E, behind D, "
+        "layer 1, done A, wait A, copy 3, wait A, copy 13, mark F, behind E, "
+        "layer 3, done A, wait A, copy 1, wait A, copy 11, mark G, behind F, "
+        "layer 1, done A, wait A, copy 2, wait A, copy 12, mark H, behind G"
+    )
 
 
 @pytest.fixture(scope="module")

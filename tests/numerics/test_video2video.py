@@ -25,6 +25,7 @@ from wan.media.video_reader import read_video
 from wan.media.video_writer import save_latents
 from wan.pipeline.denoise import DenoisingLoop
 from wan.settings.noise_schedule import make_noise_schedule
+from wan.settings.noise_tables import NOISE_TABLES, OFFICIAL_TABLE
 from wan.settings.presets import PRESETS
 from wan.settings.solvers import SOLVERS
 from wan.tasks.base import VideoParams, get_task, make_base_inputs, make_video_params
@@ -172,6 +173,7 @@ def run_known_flow(
 @given(
     task=st.sampled_from(["t2v-A14B", "t2v-14B", "ti2v-5B"]),
     solver=st.sampled_from([*SOLVERS]),
+    table=st.sampled_from([OFFICIAL_TABLE, *NOISE_TABLES]),
     num_steps=st.integers(1, 50),
     shift=st.floats(1, 16),
     strength=st.floats(0.02, 1),
@@ -180,17 +182,19 @@ def test_a_known_flow_leads_back_to_the_source(
     tmp_path_factory: pytest.TempPathFactory,
     task: str,
     solver: str,
+    table: str,
     num_steps: int,
     shift: float,
     strength: float,
 ) -> None:
     """The latents that are mixed with noise have the share of the first sigma, to rounding."""
     num_steps = min(num_steps, 4) if solver == "rcm" else num_steps
-    params = make_params(
-        task, sample_solver=solver, sample_steps=num_steps, sample_shift=shift, strength=strength
-    )
+    values = {"sample_steps": num_steps, "sample_shift": shift, "strength": strength}
+    params = make_params(task, sample_solver=solver, sigmas=table, **values)
     kept = int(num_steps * strength)
-    assert params.step_range == range(num_steps - kept, num_steps)
+    passes = SOLVERS[solver].forwards_per_step  # of a step; the last one has one
+    first, total = (num_steps - kept) * passes, (num_steps - 1) * passes + 1
+    assert params.step_range == range(first, total if kept else first)
     if kept == 0:  # refused by a rule
         return
     clean = torch.randn(params.latent_shape, generator=torch.Generator().manual_seed(2))
@@ -199,7 +203,7 @@ def test_a_known_flow_leads_back_to_the_source(
         params, clean, tmp_path_factory.mktemp("flow"), ends_at_noise=not is_stochastic
     )
     assert (latents - clean).abs().max() < 2e-5
-    assert [step[1:] for step in network.steps[::2]] == [(i, num_steps) for i in params.step_range]
+    assert [step[1:] for step in network.steps[::2]] == [(i, total) for i in params.step_range]
 
 
 def test_experts_follow_the_noise() -> None:

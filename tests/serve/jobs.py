@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message
 
 from wan.serve import __main__ as command
 from wan.serve import app
+from wan.serve.batches import parse_output_id
 from wan.serve.metrics import Metrics
 from wan.serve.service import Limits, Service
 
@@ -151,15 +152,21 @@ class Jobs:
         seconds: float = 1.0,
         ended: float | None = None,
         record: Mapping[str, Any] = {"prompt": PROMPT},
+        loading: float = 0.0,
     ) -> None:
-        """Writes the video and the record of a job, and completes it."""
-        job = self.service.journal.get(name)
+        """Writes the video and the record of a job, and completes it.
+
+        name: The id of the job, or of one of its videos as the ranks get it.
+        """
+        job_id, index = parse_output_id(name)
+        job = self.service.journal.get(job_id)
         assert job is not None
-        self.service._running[name] = job
-        self.service.files.video_path(job).write_bytes(b"video")
-        (self.service.files.job_folder(job) / "video.json").write_text(json.dumps(record))
+        self.service._running[job_id] = job
+        path = self.service.files.video_path(job, index)
+        path.write_bytes(b"video")
+        path.with_suffix(".json").write_text(json.dumps(record))
         self.service._handle_message(
-            {"is": "done", "job": name, "texts": [0, 1], "seconds": seconds, "loading": 0.0}
+            {"is": "done", "job": name, "texts": [0, 1], "seconds": seconds, "loading": loading}
         )
         if ended is not None:
             self.service.journal.update_job(job, ended=ended)

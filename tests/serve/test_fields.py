@@ -58,6 +58,11 @@ async def test_odd_values(jobs: Jobs) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
     # fields of the request, and the field named by the refusal
     "unknown field": ({"colour": "red"}, "colour"),
+    "name of other programs": ({"steps": 4}, "steps"),
+    "name of a flag": ({"frames": 5}, "frames"),
+    "misspelt": ({"guidence_scale": 4}, "guidence_scale"),
+    "misspelt setting": ({"sample_step": 4}, "sample_step"),
+    "of loading, misspelt": ({"ckpt_dirs": "/x"}, "ckpt_dirs"),
     "size": ({"size": "17x33"}, "size"),
     "frames": ({"num_frames": 6}, "num_frames"),
     "steps": ({"num_inference_steps": 0}, "num_inference_steps"),
@@ -178,6 +183,17 @@ async def test_alternative_field_names(jobs: Jobs) -> None:
     job = jobs.service.find_job(video["id"])
     assert (job.priority, job.settings["sample_shift"]) == (3, 5)
     assert job.guidance == {"high_noise": 4.0, "low_noise": 3.0}
+
+
+async def test_samplers_and_noise_tables(jobs: Jobs) -> None:
+    """Progress counts the forward passes of two-pass steps."""
+    body = {"prompt": PROMPT, "num_inference_steps": 3, "sample_solver": "res_2s", "sigmas": "beta"}
+    status, _, video = await jobs.request("/v1/videos", body)
+    assert (status, video["steps"]) == (200, [0, 5]), video
+    job = jobs.service.find_job(video["id"])
+    assert (job.settings["sample_solver"], job.settings["sigmas"]) == ("res_2s", "beta")
+    status, _, answer = await jobs.request("/v1/videos", body | {"sigmas": "karras"})
+    assert status == 400 and "official, simple, beta or beta57" in str(answer)
 
 
 async def test_hosts_origins_and_keys(tmp_path: Path) -> None:

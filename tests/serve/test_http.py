@@ -51,11 +51,11 @@ async def test_an_estimate_has_a_constant_part(jobs: Jobs) -> None:
         name = await jobs.create({"num_inference_steps": steps})
         jobs.complete(name, seconds)
     long = jobs.service.find_job(await jobs.create({"num_inference_steps": 40}))
-    assert jobs.service.estimate_seconds(long) == pytest.approx(90)
+    assert jobs.service.estimates.estimate_seconds(long) == pytest.approx(90)
     last = jobs.service.find_job(await jobs.create())
-    assert jobs.service.estimate_wait(last) == pytest.approx(90)
+    assert jobs.service.estimates.estimate_wait(last) == pytest.approx(90)
     jobs.service.delete(long)
-    assert jobs.service.estimate_wait(last) == pytest.approx(0)
+    assert jobs.service.estimates.estimate_wait(last) == pytest.approx(0)
 
 
 async def test_a_poll_does_not_wait_for_the_disk(jobs: Jobs) -> None:

@@ -429,11 +429,11 @@ RECORD: dict[str, Any] = {
 }
 
 
-def write_finished_video(folder: Path, record: Any = RECORD) -> str:
+def write_finished_video(folder: Path, record: Any = RECORD, name: str = "video") -> str:
     """Writes a video and its record into a job's folder; returns its id."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_video(torch.zeros(3, 5, 64, 64), Output(save_file=folder / "video.mp4", fps=8))
-    (folder / "video.json").write_text(json.dumps(record))
+    write_video(torch.zeros(3, 5, 64, 64), Output(save_file=folder / f"{name}.mp4", fps=8))
+    (folder / f"{name}.json").write_text(json.dumps(record))
     return folder.name
 
 

@@ -17,6 +17,7 @@ from wan.serve import __main__ as command
 from wan.serve import fields, page_routes
 from wan.serve.openapi import make_openapi
 from wan.serve.request_schema import RequestSchema, make_request_schema
+from wan.serve.rows import ServiceJob
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, read_settings
 
@@ -95,7 +96,8 @@ def test_requests_made_from_the_schema(task: str, tmp_path: Path) -> None:
             body |= {"guidance_scale": 3}
         try:
             parsed = fields.parse_request(body, run, [task])
-            read_settings(parsed.settings)
+            for index in range(parsed.num_outputs):
+                read_settings(ServiceJob("x", parsed.settings).make_output_settings(index))
         except InputError:
             return False
         return True

@@ -50,6 +50,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     # SGLang: the fields of its request at their defaults
     "n": {"n": 1},
     "n as text": {"n": "1"},
+    "both counts": {"n": 1, "num_outputs_per_prompt": "1"},
     "size empty": {"size": ""},
     "device": {"generator_device": "cuda"},
     "device cpu": {"generator_device": "cpu"},
@@ -73,8 +74,15 @@ TAKEN: dict[str, dict[str, Any]] = {
     "random": {"seed": -1},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "several": ({"n": 2}, "n"),
-    "several outputs": ({"num_outputs_per_prompt": "4"}, "num_outputs_per_prompt"),
+    "several": ({"n": 11}, "n"),
+    "none": ({"n": 0}, "n"),
+    "several outputs": ({"num_outputs_per_prompt": "40"}, "num_outputs_per_prompt"),
+    "two numbers": ({"n": 2, "num_outputs_per_prompt": 1}, "num_outputs_per_prompt"),
+    "seeds for others": ({"n": 3, "seed": [1, 2]}, "seed"),
+    "many seeds": ({"seed": [*range(11)]}, "seed"),
+    "no seed": ({"seed": []}, "seed"),
+    "an empty seed": ({"seed": "1,,2"}, "seed"),
+    "last seeds": ({"n": 2, "seed": 2**63 - 1}, "seed"),
     "TeaCache": ({"enable_teacache": True}, "enable_teacache"),
     "interpolation": ({"enable_frame_interpolation": "true"}, "enable_frame_interpolation"),
     "upscaling": ({"enable_upscaling": True}, "enable_upscaling"),
@@ -103,7 +111,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "device": ({"generator_device": "moon"}, "generator_device"),
     "user": ({"user": ["a"]}, "user"),
     "stream": ({"stream": True}, "stream"),
-    "seeds": ({"seed": [1, 2]}, "seed"),
     "two seeds": ({"seed": 1, "extra_body": {"seed": 2}}, "seed"),
     "no block": ({"extra_body": 3}, "extra_body"),
     "no JSON": ({"extra_params": "{x"}, "extra_params"),

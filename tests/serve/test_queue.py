@@ -61,9 +61,9 @@ async def test_the_wait_is_that_of_the_jobs_before(jobs: Jobs) -> None:
     job.started = (job.started or 0) - 4
     for name, seconds in ((first, 6), (last, 16), (None, 26)):
         until = None if name is None else jobs.service.find_job(name)
-        assert jobs.service.estimate_wait(until) == pytest.approx(seconds, abs=1)
+        assert jobs.service.estimates.estimate_wait(until) == pytest.approx(seconds, abs=1)
     job.started = (job.started or 0) - 60  # it takes longer than estimated
-    assert jobs.service.estimate_wait(jobs.service.find_job(last)) == pytest.approx(10)
+    assert jobs.service.estimates.estimate_wait(jobs.service.find_job(last)) == pytest.approx(10)
 
 
 async def test_estimates_after_a_restart_are_of_the_newest_jobs(jobs: Jobs) -> None:
@@ -73,17 +73,19 @@ async def test_estimates_after_a_restart_are_of_the_newest_jobs(jobs: Jobs) -> N
     jobs.service.journal.close()
     reopened = Jobs(jobs.folder, SINGLE_JOB)
     job = reopened.service.find_job(await reopened.create())
-    assert reopened.service.estimate_seconds(job) == 6.0
+    assert reopened.service.estimates.estimate_seconds(job) == 6.0
 
 
 async def test_an_estimate_of_other_work(jobs: Jobs) -> None:
     """Half as long without guidance; by the median rate if more steps took less time."""
     jobs.complete(await jobs.create({"num_inference_steps": 2}), 10.0)
     halved = jobs.service.find_job(await jobs.create({"guidance_scale": 1}))
-    assert jobs.service.estimate_seconds(halved) == pytest.approx(5)
+    assert jobs.service.estimates.estimate_seconds(halved) == pytest.approx(5)
     jobs.complete(await jobs.create({"num_inference_steps": 1}), 20.0)
     longer = jobs.service.find_job(await jobs.create({"num_inference_steps": 4}))
-    assert jobs.service.estimate_seconds(longer) == pytest.approx(4 * (20 / 1 + 10 / 2) / 2)
+    assert jobs.service.estimates.estimate_seconds(longer) == pytest.approx(
+        4 * (20 / 1 + 10 / 2) / 2
+    )
 
 
 async def test_an_estimate_of_more_clips(tmp_path: Path) -> None:
@@ -91,7 +93,9 @@ async def test_an_estimate_of_more_clips(tmp_path: Path) -> None:
     image = {"input_reference": make_data_url(make_picture(1))}
     one, three = [await jobs.create({**image, "prompt": ["a"] * count}) for count in (1, 3)]
     jobs.complete(one, 10.0)
-    assert jobs.service.estimate_seconds(jobs.service.find_job(three)) == pytest.approx(30)
+    assert jobs.service.estimates.estimate_seconds(jobs.service.find_job(three)) == pytest.approx(
+        30
+    )
 
 
 async def test_four_later_jobs_of_the_last_shape_may_pass_one(jobs: Jobs) -> None:

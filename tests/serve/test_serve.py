@@ -113,6 +113,21 @@ def test_create_poll_and_fetch(served: ServiceProcess, own: np.ndarray, tmp_path
     assert headers["content-type"] == "video/mp4"
 
 
+def test_several_videos_of_one_job(served: ServiceProcess, own: np.ndarray, tmp_path: Path) -> None:
+    """Each equals the video of a request with its seed alone."""
+    single, several = served.create(seed=6, size="64x64"), served.create(seed=6, n=2, size="64x64")
+    frames = []
+    for video, index in ((single, 0), (several, 0), (several, 1)):
+        assert served.wait_for_video(video)["status"] == "completed"
+        content = served.request(f"/v1/videos/{video}/content?index={index}")[2]
+        (tmp_path / "v.mp4").write_bytes(content)
+        frames.append(read_frames(tmp_path / "v.mp4"))
+    assert (frames[0] == frames[1]).all() and (frames[2] == own).all()
+    assert (frames[0] != frames[2]).any()
+    video = served.request(f"/v1/videos/{several}")[2]
+    assert video["steps"] == [4, 4] and all(row["stage_durations"] for row in video["data"])
+
+
 def test_events_of_stages_and_steps(served: ServiceProcess) -> None:
     """The stages that the ranks report, in their order, and every step."""
     video = served.create(num_inference_steps=3)
@@ -306,9 +321,14 @@ def test_a_killed_rank(served: ServiceProcess) -> None:
 
 @pytest.mark.slow
 def test_a_killed_front(served: ServiceProcess) -> None:
-    """Running and waiting jobs are made after the next start; the old ranks exit."""
-    running, ranks = served.create(num_inference_steps=20), served.list_rank_pids()
-    served.wait(lambda: has_finished_steps(served, running))
+    """Running and waiting jobs are made after the next start; the old ranks exit.
+
+    The first of two videos is complete, and is not made again.
+    """
+    running, ranks = served.create(num_inference_steps=20, n=2), served.list_rank_pids()
+    served.wait(lambda: served.request(f"/v1/videos/{running}")[2]["steps"][0] > 20)
+    first = served.folder / "jobs" / running / "video.mp4"
+    written = first.stat().st_mtime_ns
     waiting = served.create(seed=7)
     served.kill()
     deadline = time.monotonic() + 20
@@ -316,7 +336,9 @@ def test_a_killed_front(served: ServiceProcess) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     served.start()
-    assert served.wait_for_video(running)["attempt"] == 2
+    resumed = served.wait_for_video(running)
+    assert (resumed["status"], resumed["attempt"]) == ("completed", 2)
+    assert first.stat().st_mtime_ns == written and resumed["steps"] == [40, 40]
     assert served.wait_for_video(waiting)["status"] == "completed"
 
 

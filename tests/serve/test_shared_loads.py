@@ -69,6 +69,9 @@ def test_experts_are_loaded_once_for_several_jobs(
     generate_args += ["--ulysses_size", 2, "--base_seed", 2]
     expected = generate_frames(tmp_path / "own.mp4", *generate_args, ranks=2)
     assert (read_frames(served.folder / "jobs" / ids[1] / "video.mp4") == expected).all()
+    several = served.wait_for_video(served.create(seed=1, n=3, num_inference_steps=8))
+    assert several["status"] == "completed" and _read_loads(loads) == both
+    assert (read_frames(served.folder / "jobs" / several["id"] / "video-1.mp4") == expected).all()
     retried_ids = [served.create(seed=seed, num_inference_steps=8) for seed in range(4)]
     served.wait(lambda: served.health()["running"] == 3)
     os.kill(served.list_rank_pids()[-1], signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import email
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.refusals import check_refusals
 from tests.serve.jobs import Jobs, running
+from tests.serve.test_journal import RECORD
 from wan.serve import store as store_module
 from wan.serve.service import Limits
 from wan.serve.store import Store, StoreUploads
@@ -79,6 +81,49 @@ def make_jobs(tmp_path: Path, url: str, **limits: Any) -> Jobs:
     return Jobs(tmp_path / "jobs", Limits(**limits), store=Store(url))
 
 
+def read_parts(status: int, headers: dict[str, str], content: bytes) -> list[tuple[str, Any]]:
+    """Returns range and content of each part of a response with several ranges."""
+    assert status == 206 and int(headers["content-length"]) == len(content)
+    message = email.message_from_bytes(
+        f"Content-Type: {headers['content-type']}\r\n\r\n".encode() + content
+    )
+    assert message.get_content_type() == "multipart/byteranges"
+    parts = [part for part in message.walk() if not part.is_multipart()]
+    assert {part.get_content_type() for part in parts} == {"video/mp4"}
+    return [(str(part["content-range"]), part.get_payload(decode=True)) for part in parts]
+
+
+async def test_several_videos_of_a_job_and_a_lost_journal(tmp_path: Path, url: str) -> None:
+    """Without the journal they are found by the local records."""
+    jobs = make_jobs(tmp_path, url)
+    name = await jobs.create({"seed": [7, 3]})
+    other = await jobs.create()
+    async with storing(jobs, url):
+        for index, seed in enumerate((7, 3)):
+            jobs.complete(f"{name}.{index}", record=RECORD | {"seed": seed})
+        jobs.complete(other, record=RECORD)
+        await wait_until_stored(jobs)
+        assert {*local_names(jobs, name)} == {"video.json", "video-1.json"}
+        for query in ("", "?index=1"):
+            path = f"/v1/videos/{name}/content{query}"
+            assert (await jobs.request(path))[::2] == (200, VIDEO)
+    await Store(url).remove(other)
+    jobs.service.journal.close()
+    (jobs.folder / "journal.sqlite").unlink()
+    reopened = make_jobs(tmp_path, url)
+    assert {job.id for job in reopened.service.list_stored_jobs()} == {name, other}
+    async with storing(reopened, url):
+        await asyncio.sleep(0.1)
+        _, _, page = await reopened.request("/v1/videos")
+        assert [video["id"] for video in page["data"]] == [name]
+        assert [output["seed"] for output in page["data"][0]["data"]] == [7, 3]
+        path = f"/v1/videos/{name}/content?index=1"
+        assert (await reopened.request(path))[::2] == (200, VIDEO)
+        await reopened.request(f"/v1/videos/{name}", method="DELETE")
+        await wait_until_stored(reopened)
+    assert list_stored(url) == {} and not local_names(reopened, name)
+
+
 async def test_content_comes_from_the_store(tmp_path: Path, url: str) -> None:
     """Whole, in ranges, for every route; the local video is removed; a deletion removes all."""
     jobs = make_jobs(tmp_path, url)
@@ -88,6 +133,8 @@ async def test_content_comes_from_the_store(tmp_path: Path, url: str) -> None:
         jobs.complete(name)
         jobs.complete(other)
         before = await jobs.request(path)
+        parts_before = read_parts(*await jobs.request(path, range="bytes=0-1,-2"))
+        assert parts_before == [("bytes 0-1/5", VIDEO[:2]), ("bytes 3-4/5", VIDEO[3:])]
         await wait_until_stored(jobs)
         assert attempts == ["uploaded"] * 2 and local_names(jobs, name) == {"video.json"}
         stored = list_stored(url)
@@ -103,9 +150,12 @@ async def test_content_comes_from_the_store(tmp_path: Path, url: str) -> None:
             ("bytes=0-999", 206, VIDEO),
             ("bytes=5-", 416, b""),
             ("bytes=2-1", 200, VIDEO),
-            ("bytes=0-1,3-4", 200, VIDEO),
+            ("bytes=7-,-2", 206, VIDEO[-2:]),
+            ("bytes=5-,9-9", 416, b""),
+            (f"bytes={','.join(['0-1'] * 17)}", 200, VIDEO),
         ):
             assert [*(await jobs.request(path, range=asked))][::2] == [expected, part], asked
+        assert read_parts(*await jobs.request(path, range="bytes=0-1,-2")) == parts_before
         part_headers = (await jobs.request(path, range="bytes=1-2"))[1]
         assert part_headers["content-range"] == "bytes 1-2/5"
         assert (await jobs.request(path, if_none_match=headers["etag"]))[0] == 304

@@ -123,6 +123,19 @@ def test_addresses_of_deliveries() -> None:
     assert all(map(hosts("0.0.0.0/0", "::/0").allows_address, [PUBLIC, *INNER]))
 
 
+async def test_a_remix_has_its_own_webhook(tmp_path: Path) -> None:
+    """That of the video may be of another client; the same checks apply to its own one."""
+    jobs = make_jobs(tmp_path / "jobs")
+    name = await jobs.create({"webhook_url": "http://localhost/first"})
+    path, prompt = f"/v1/videos/{name}/remix", {"prompt": "a blue star"}
+    for fields, url in (({}, None), ({"webhook_url": "http://localhost/x"}, "http://localhost/x")):
+        _, _, video = await jobs.request(path, prompt | fields)
+        assert jobs.service.find_job(video["id"]).webhook_url == url
+    for url in ("http://evil.example/", "x"):
+        status, _, answer = await jobs.request(path, prompt | {"webhook_url": url})
+        assert (status, answer["error"]["param"]) == (400, "webhook_url")
+
+
 async def test_refused_requests(tmp_path: Path) -> None:
     body = {"prompt": "x", "webhook_url": "http://127.0.0.1/"}
     for allowed, words in (((), "--webhook_hosts"), (("*",), "does not allow")):

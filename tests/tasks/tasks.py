@@ -67,10 +67,10 @@ class Task:
     latents: bool = True
 
 
-def write_picture(path: Path, colour: int = 0) -> Path:
+def write_picture(path: Path, colour: int = 0, size: tuple[int, int] = (96, 64)) -> Path:
     """Writes an image of a gradient with noise."""
-    rng = np.random.default_rng(colour)
-    pixels = np.linspace(0, 200, 96)[None, :, None] + 55 * rng.random((64, 96, 3))
+    rng, (width, height) = np.random.default_rng(colour), size
+    pixels = np.linspace(0, 200, width)[None, :, None] + 55 * rng.random((height, width, 3))
     Image.fromarray(pixels.astype(np.uint8)).save(path)
     return path
 
@@ -111,6 +111,11 @@ def _source(folder: Path) -> Inputs:
 
 def _source_and_image(folder: Path) -> Inputs:
     return {**_image(folder), **_source(folder)}
+
+
+def _driven_image(folder: Path) -> Inputs:
+    video = write_moving_box(folder / "video.mp4", count=10, fps=30)  # 8 frames at 24 per second
+    return {**_image(folder), "--src_video": video}
 
 
 def _sound(folder: Path) -> Inputs:
@@ -258,6 +263,25 @@ TASKS: dict[str, Task] = {
         ),
         body={"num_frames": 5},
         compared=tuple(("--src_root_path", f"src_{name}") for name in ("ref.png", "pose.mp4")),
+        latents=False,
+    ),
+    "animate2": Task(
+        checkpoint="animate2-14B",
+        flags=["--size", "48*32", "--frame_num", "5"],  # two clips
+        inputs=_driven_image,
+        shape=(8, 32, 48),
+        fps=24,
+        python=wan.WanAnimate2,
+        call=lambda model, given: model.generate(
+            PROMPT,
+            Image.open(given["--image"]),
+            str(given["--src_video"]),
+            size=(48, 32),
+            frame_num=5,
+            **CALL,
+        ),
+        body={"size": "48x32", "num_frames": 5},
+        compared=(("--image", ""), ("--src_video", "")),
         latents=False,
     ),
     "long": Task(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import wan
 from tests.conftest import Refusals, Tiny
 from tests.dist import Ranks, make_rank_envs
-from tests.pipelines import resolve_plan
+from tests.pipelines import resolve_argv, resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from tests.tasks.conftest import run_generate
 from tests.tasks.tasks import QUICK, write_moving_box, write_picture
@@ -23,6 +23,7 @@ from wan.media.video_writer import save_latents
 from wan.pipeline.pipeline import Experts
 from wan.serve.rows import ServiceJob
 
+SMALL = ["--size", "64*64", "--frame_num", "5"]
 TEN = ["--sample_steps", "10", "--sample_shift", "5", "--size", "64*48"]
 
 
@@ -173,6 +174,32 @@ def test_bad_input(
     (tmp_path / "short.safetensors").write_bytes(latents[:-100])
     save_file({"weight": torch.zeros(2)}, tmp_path / "weights.safetensors")
     refusals("video to video", BAD)
+
+
+def test_no_input_is_replaced(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An input is neither an output, nor in a folder of outputs, nor a line's of a prompt file."""
+    monkeypatch.chdir(tmp_path)
+    shape = (16, 2, 8, 8)
+    write_latents(tmp_path / "v.latents.safetensors", *shape)
+    (tmp_path / "link").symlink_to("v.latents.safetensors")
+    (tmp_path / "v.steps").mkdir()
+    write_latents(tmp_path / "v.steps" / "0001.safetensors", *shape)
+    common = ["--task", "t2v-1.3B", "--ckpt_dir", str(tiny("t2v-1.3B")), "--device", "cpu"]
+    one = [*common, "--prompt", "x", "--save_file", "v.mp4"]
+    cases = {
+        "its latents": ["--src_video", "v.latents.safetensors", "--save_latents"],
+        "a link to them": ["--src_video", "link", "--save_latents"],
+        "fixed": ["--fixed_latents", "link", "--save_latents", *SMALL],
+        "steps": ["--src_video", "v.steps/0001.safetensors", "--save_latents", "steps"],
+    }
+    refusals = {name: get_refusal(resolve_argv, [*one, *argv]) for name, argv in cases.items()}
+    lines = [{"prompt": "a", "src_video": "link", "save_file": "other.mp4"}]
+    lines += [{"prompt": "b", "save_file": f"{tmp_path}/v.mp4", "save_latents": True}]
+    (tmp_path / "lines.txt").write_text("\n".join(map(json.dumps, lines)))
+    of_lines = resolve_argv([*common, "--prompt_file", "lines.txt"]).lines
+    assert not of_lines[0].error
+    check_refusals("inputs as outputs", refusals | {"another line": of_lines[1].error})
+    resolve_argv([*one, "--src_video", "link"])  # writes no latents
 
 
 def test_bad_input_in_python(tiny: Tiny, source: Path) -> None:

@@ -29,7 +29,7 @@ LAYERS = (
     "metering testing",
     "app",
     "planner diffusers power serve",
-    "text2video image2video textimage2video speech2video animate vace",
+    "text2video image2video textimage2video speech2video animate animate2 vace",
     "cli",
     "__main__",
 )
@@ -66,7 +66,8 @@ WITHOUT_TORCH = (
 )
 # Library, or private part of one -> the only modules that may import it.
 ONLY_IN = {
-    "diffusers": "wan.pipeline.scheduler wan.testing.random_checkpoint wan.diffusers",
+    "diffusers": "wan.pipeline.scheduler wan.pipeline.sde wan.testing.random_checkpoint "
+    "wan.diffusers",
     "transformers": "wan.modules.t5 wan.modules.clip wan.modules.audio_encoder "
     "wan.testing.random_checkpoint wan.app.prompt_extend",
     "soxr": "wan.media.audio",

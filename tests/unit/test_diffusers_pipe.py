@@ -123,6 +123,35 @@ def test_changes_of_a_pipeline_stay_compatible(video: Video, expected: Tensor, c
         assert (video.latents(pipe) - reference).abs().max() <= TOLERANCE
 
 
+SCHEDULERS = {
+    "FlowMatchLCMScheduler": {},
+    "LTXEulerAncestralRFScheduler": {},
+    "FlowMatchHeunDiscreteScheduler": {},
+    "DPMSolverMultistepScheduler": {
+        "algorithm_type": "sde-dpmsolver++",
+        "prediction_type": "flow_prediction",
+        "use_flow_sigmas": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_samplers_of_diffusers(video: Video, name: str) -> None:
+    """Each forward pass of a scheduler is a step; Heun's has two passes a step."""
+    plain, parallelized = video.pipe(), video.pipe()
+    for pipe in (plain, parallelized):
+        pipe.scheduler = getattr(diffusers, name)(**SCHEDULERS[name])
+    num_passes = 3 if "Heun" in name else 2
+    passes = ",".join(map(str, range(num_passes)))
+    apply_cache_on_pipe(parallelize_pipe(parallelized), f"steps:{passes}", force=True)
+    torch.manual_seed(0)
+    reference = video.latents(plain)
+    torch.manual_seed(0)
+    latents = video.latents(parallelized)
+    assert len(parallelized.scheduler.timesteps) == num_passes
+    assert (latents - reference).abs().max() <= TOLERANCE * reference.abs().max()
+
+
 def test_deparallelize_restores_a_pipeline(video: Video, pipe: Any, expected: Tensor) -> None:
     processors = pipe.transformer.attn_processors
     apply_cache_on_pipe(parallelize_pipe(pipe), "steps:0", force=True)

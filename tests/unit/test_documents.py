@@ -32,9 +32,9 @@ def test_files_and_names_of_a_checklist_exist(section: str) -> None:
 
 
 @pytest.mark.parametrize("solver", [name for name in SOLVERS if name not in ("unipc", "dpm++")])
-def test_solvers_of_few_steps_have_their_formulas(solver: str) -> None:
+def test_solvers_have_their_formulas(solver: str) -> None:
     """All solvers but the two official ones, which diffusers documents."""
-    lines = (REPO / "docs" / "few_step.md").read_text().splitlines()
+    lines = (REPO / "docs" / "sampling.md").read_text().splitlines()
     assert [line for line in lines if line.startswith(f"| `{solver}` |")]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import pkgutil
 import re
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from wan.checkpoint.config import (
     make_reference_dit_config,
 )
 from wan.checkpoint.layout import check_task, inspect_checkpoint
+from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import GROUPS
@@ -35,12 +37,33 @@ def test_each_kind_has_a_room_presets_and_a_prompt() -> None:
 
 @pytest.mark.parametrize("task", PRESETS)
 def test_a_network_shows_its_kind(task: str) -> None:
-    """By a tensor that only its kind has, or by its input channels."""
+    """By a tensor that only its kind has, by stored names, or by its input channels."""
     preset = PRESETS[task]
     tensors = [NETWORK_KEYS[preset.kind]] if preset.kind in NETWORK_KEYS else []
-    assert detect_kind(tensors, preset.in_dim) == preset.kind
+    stored = list_animate2_tensors() if preset.kind == "animate2" else [()]
+    for infos in stored:
+        assert detect_kind(tensors, preset.in_dim, infos) == preset.kind
     assert preset.in_dim in KINDS
-    assert (preset.kind in CONFIG_READERS) == bool(preset.network_config)
+    assert (preset.kind in CONFIG_READERS) == bool(preset.network_config or stored[0])
+
+
+def list_animate2_tensors() -> list[tuple[TensorInfo]]:
+    """Lists a tensor of each spelling, and of a file that is named after the network."""
+    names = {
+        "blocks.0.block.self_attn.q.weight": "model.safetensors",
+        "model.diffusion_model.blocks.0.block.norm3.bias": "model.safetensors",
+        "blocks.0.self_attn.to_q.weight": "diffusion_pytorch_model.safetensors",
+        "blocks.0.self_attn.q.weight": "wan2.2_animate-2_14B_fp8.safetensors",
+    }
+    return [(TensorInfo(Path(file), name, "BF16", (1,), 2),) for name, file in names.items()]
+
+
+def test_networks_of_i2v_are_not_of_animate2() -> None:
+    for name, file in (
+        ("blocks.0.self_attn.q.weight", "Wan2.2-Animate-24fps.safetensors"),
+        ("blocks.0.attn1.to_q.weight", "diffusion_pytorch_model.safetensors"),
+    ):
+        assert detect_kind((), 36, [TensorInfo(Path(file), name, "BF16", (1,), 2)]) == "i2v"
 
 
 @pytest.mark.parametrize("task", PRESETS)

@@ -62,6 +62,7 @@ NUMBERS = {  # module -> options with a number | other required arguments
     "tools.demo.autoencoder": "--steps --threads | --state s",
     "tools.demo.dit": "--steps --tokens --peak --threads | --state s --part low_noise",
     "tools.demo.evaluate": "--prompts --steps --guidance --long_prompts | --checkpoint c",
+    "tools.demo.samplers": "--prompts",
     "tools.demo.step_caches": "--prompts --steps | --results r",
     "tools.demo.text": "--steps | --state s",
     "tools.demo.weights": "--prompts | --out o",
@@ -83,6 +84,8 @@ OUTPUTS = {  # module -> options that name a file | other required arguments
     "tools.gallery": "--out | g",
     "tools.make_sound": "",
     "tools.demo.evaluate": "--report | --checkpoint c",
+    "benchmarks.samplers": "--out",
+    "tools.demo.samplers": "--strips",
     "tools.demo.step_caches": "--results",
     "tools.calibrate_mag": f"--out | --ckpt_dir {REPO}/examples/demo/t2v-A14B",
 }

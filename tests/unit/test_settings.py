@@ -139,7 +139,7 @@ def test_legal_sizes_are_whole_tokens(w: int, h: int, n: int, task: str) -> None
     size = (w * preset.size_multiple, h * preset.size_multiple)
     values = {"size": size, "frame_num": 4 * n + 1}
     request = make_video_params(preset, values)
-    assert request.grid == (n + 1 + (preset.kind == "animate"), h, w)
+    assert request.grid == (n + 1 + preset.kind.startswith("animate"), h, w)
     _z, _f, lat_h, lat_w = request.latent_shape
     assert (lat_h * preset.vae_stride[1], lat_w * preset.vae_stride[2]) == size[::-1]
 
@@ -237,8 +237,10 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "start_from_ref": ("true", True, S2V),
     "refert_num": ("5", 5, ANIMATE),
     "replace_flag": ("true", True, ANIMATE),
+    "log_scale": ("-1.3", -1.3, ("--task", "animate2-14B")),
     "conditioning_scale": ("0.5", (0.5,), VACE),
     "sample_solver": ("dpm++", "dpm++", ()),
+    "sigmas": ("beta", "beta", ()),
     "timesteps": ("1000,500.5", (1000.0, 500.5), ("--sample_solver", "dmd")),
     "boundary_step": ("3", 3, ()),
     "ode": ("true", True, ("--sample_solver", "rcm", "--sample_steps", "4")),

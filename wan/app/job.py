@@ -350,8 +350,13 @@ class VideoJob:
         """Removes this run's preview, and temporary files of killed runs of this video.
 
         A hidden file, which may be incomplete, is removed if its name contains an ended process. A
-        latents file must also have the content of one.
+        latents file must also have the content of one, and must not be an input of this video.
         """
+        inputs = {
+            input_file.path.resolve()
+            for input_file in self.run.input_files
+            if input_file.setting != "decode_latents"
+        }
         if self._preview_path is not None and self._on_preview is None:
             remove_output(self._preview_path, PREVIEW_KIND)
         path = self.run.output.save_file.absolute()
@@ -368,6 +373,7 @@ class VideoJob:
                 match = latents.fullmatch(stale_file.name)
                 if (
                     match is None
+                    or stale_file.resolve() in inputs
                     or not has_process_ended(match[1])
                     or not remove_output(stale_file, LATENTS_KIND)
                 ):
@@ -425,7 +431,7 @@ class VideoJob:
                 **asdict(run.setup.parallel),
             },
             **({"boundary": boundary} if (boundary := run.boundary) is not None else {}),
-            **_make_start_record(run.params),
+            **_make_steps_record(run.params),
             **({"lora": lora.make_lora_record(run.setup.loras)} if run.setup.loras else {}),
             **({"video_lora": video_loras} if video_loras else {}),
             **({"step_cache": cache} if (cache := pipeline.step_cache.make_record()) else {}),
@@ -474,10 +480,14 @@ _COMMENT_SETTINGS = ("prompt", "size", "frame_num", "sample_solver", "sample_ste
 """Settings in the comment of an mp4; the record has all settings."""
 
 
-def _make_start_record(params: VideoParams) -> dict[str, Any]:
-    """Returns the record's entry about the first step of video to video; {} for other videos."""
+def _make_steps_record(params: VideoParams) -> dict[str, Any]:
+    """Returns the record's entries about steps that the settings do not list; {} for most videos.
+
+    They are the first step of video to video, and the number of forward passes of a branch.
+    """
     if not params.starts_from_source:
-        return {}
+        forwards = params.num_forwards
+        return {} if forwards == params.sample_steps else {"forwards": forwards}
     schedule = noise_schedule.make_noise_schedule(params)
     steps = {"step": schedule.first_step, "steps": len(schedule.experts)}
     return {"start": {**steps, "sigma": schedule.sigmas[0]}}

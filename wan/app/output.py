@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from wan.app.clip_store import CLIP_KINDS, NUMBERED_SAFETENSORS
 from wan.app.failures import DECODING_NOTE, refuse_unusable_paths
-from wan.app.run import Run
+from wan.app.run import InputFile, Run
 from wan.metering.exchange_order import TRACE_KIND, make_trace_path
 from wan.settings.command import Output
 from wan.settings.errors import InputError
@@ -85,6 +85,43 @@ def check_run_outputs(run: Run) -> None:
         check_output(output.preview_path, PREVIEW_KIND, "`preview`")
     if run.params.has_clips:
         check_output_folder(output.clips_dir, CLIP_KINDS, "`save_file`")
+    replaced_file = find_replaced_input(run, index_input_files(run.input_files))
+    if replaced_file is not None:
+        why = "would be replaced by an output of this run"
+        remedy = "choose another `save_file`"
+        raise InputError(f"`{replaced_file.setting}`", replaced_file.path, why, remedy)
+
+
+FileId = tuple[int, int]
+"""Device and inode of a file: equal for all links to it."""
+
+
+def index_input_files(input_files: Iterable[InputFile]) -> dict[FileId, InputFile]:
+    """Indexes input files by their identity and by that of their folder."""
+    files: dict[FileId, InputFile] = {}
+    for input_file in input_files:
+        path = input_file.path.resolve()
+        for status in (path.stat(), path.parent.stat()):
+            files.setdefault((status.st_dev, status.st_ino), input_file)
+    return files
+
+
+def find_replaced_input(run: Run, input_files: Mapping[FileId, InputFile]) -> InputFile | None:
+    """Finds an input file that an output of the run would replace or remove; None if none is."""
+    output = run.output
+    outputs = [output.save_file, output.record_path]
+    if output.save_latents:
+        outputs += [output.latents_path, output.steps_dir]
+    if run.params.preview:
+        outputs.append(output.preview_path)
+    if run.params.has_clips:
+        outputs.append(output.clips_dir)
+    for path in outputs:
+        with suppress(OSError):  # it does not exist
+            status = path.stat()
+            if (status.st_dev, status.st_ino) in input_files:
+                return input_files[status.st_dev, status.st_ino]
+    return None
 
 
 def check_trace_options(output: Output, compiled: bool, steps: int) -> None:
@@ -105,7 +142,7 @@ def check_trace_options(output: Output, compiled: bool, steps: int) -> None:
         why = "does not work with `compile`, whose graphs contain no spans"
         raise InputError(setting, None, why, "drop one of them")
     if output.trace_steps is not None and max(output.trace_steps) >= steps:
-        why = f"names step {max(output.trace_steps)}, but there are {steps} (`sample_steps`)"
+        why = f"names step {max(output.trace_steps)}, but there are {steps} (from `sample_steps`)"
         raise InputError("`trace_steps`", None, f"{why}: 0 to {steps - 1}")
     if output.trace is not None:
         check_folder(output.trace.absolute(), "`trace`", output.trace)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.app import failures
-from wan.app.output import check_run_outputs
+from wan.app.output import check_run_outputs, find_replaced_input, index_input_files
 from wan.app.run import PromptLine, Run
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, check_exclusive_settings, read_settings
@@ -69,6 +69,9 @@ def resolve_prompt_file(
             except Exception as error:
                 lines.append(replace(_make_refused_line(number, error), seed=seed))
     lines = _refuse_duplicate_videos(lines)
+    skip_existing = user_settings.get("skip_existing", False)
+    if env.rank() == 0 and not skip_existing:  # a line may continue an earlier line's video
+        lines = _refuse_replaced_inputs(lines)
     first_run = next((line.run for line in lines if line.run is not None), None)
     if first_run is None or all(line.error for line in lines):
         raise InputError(
@@ -84,7 +87,6 @@ def resolve_prompt_file(
     drawn_seeds = [line.run.params.base_seed for line in lines if line.run and line.draws_seed]
     # Its seed is broadcast to all ranks.
     first_run = first_run.with_seed(drawn_seeds[0]) if drawn_seeds else first_run
-    skip_existing = user_settings.get("skip_existing", False)
     summary = folder / f"{path.stem}.summary.json"
     if env.rank() == 0:
         check_output(summary, SUMMARY_KIND, "`save_file`")
@@ -196,4 +198,21 @@ def _refuse_duplicate_videos(lines: list[PromptLine]) -> list[PromptLine]:
             error = f"{name} is the video of line {earlier} already; give another save_file."
             lines[index] = replace(line, error=error)
         line_of_record.setdefault(path, line.name)
+    return lines
+
+
+def _refuse_replaced_inputs(lines: list[PromptLine]) -> list[PromptLine]:
+    """Refuses a line whose output would replace an input file of any line."""
+    line_of_input = {
+        file: line.name for line in lines if line.run is not None for file in line.run.input_files
+    }
+    input_files = index_input_files(line_of_input)
+    for index, line in enumerate(lines):
+        if line.run is None or line.error:
+            continue
+        file = find_replaced_input(line.run, input_files)
+        if file is not None:
+            name, where = line.run.output.save_file, f"{file.setting} of line {line_of_input[file]}"
+            error = f"{name} would replace {file.path} ({where}); give another save_file."
+            lines[index] = replace(line, error=error)
     return lines

@@ -115,7 +115,7 @@ def make_line_resolver(
     def resolve_line(line_settings: Values) -> Run:
         names = {"clip_prompts"} if "prompt" in line_settings else set()
         if "timesteps" in line_settings:  # they replace the whole schedule
-            names |= {"timesteps", "sample_steps", "sample_shift", "boundary_step"}
+            names |= {"timesteps", "sample_steps", "sample_shift", "sigmas", "boundary_step"}
         inherited = {name: value for name, value in shared.items() if name not in names}
         settings = inherited | {**line_settings}
         return resolve_command_line(settings, make_demo, inspect_folder=inspect_folder)
@@ -160,7 +160,7 @@ def resolve_command_line(
             _check_free_memory(run)
         if writes_file:
             check_run_outputs(run)
-        check_trace_options(run.output, run.setup.execution.compile, run.params.sample_steps)
+        check_trace_options(run.output, run.setup.execution.compile, run.params.num_forwards)
         return run
 
 

@@ -31,7 +31,7 @@ class AttentionPolicy(Policy):
             raise InputError(
                 "`start_step`",
                 start,
-                f"is not before `end_step={end}` of {params.sample_steps} steps, so no attention "
+                f"is not before `end_step={end}` of {params.num_forwards} steps, so no attention "
                 "is kept",
                 "choose others",
             )
@@ -44,13 +44,13 @@ class AttentionPolicy(Policy):
         interval = self.settings.attentioncache_interval
         computed = tuple(
             not start < step <= end or (step - start) % interval == 0
-            for step in range(params.sample_steps)
+            for step in range(params.num_forwards)
         )
         return dict.fromkeys(BRANCHES, computed)
 
     def _last_skippable_step(self, params: VideoParams) -> int:
         """Returns the last step that may be skipped, by default 37 of the usual 40."""
-        end_step, num_steps = self.settings.end_step, params.sample_steps
+        end_step, num_steps = self.settings.end_step, params.num_forwards
         return num_steps - 3 if end_step is None else min(end_step, num_steps - 1)
 
     def make_cache(self, sync_branches: bool = False, all_agree: AllAgree | None = None) -> Cache:

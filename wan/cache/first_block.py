@@ -17,7 +17,7 @@ class FirstBlock(ResidualPolicy):
     def select_steps(
         self, params: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists:
-        return dict.fromkeys(BRANCHES, (False,) * params.sample_steps)
+        return dict.fromkeys(BRANCHES, (False,) * params.num_forwards)
 
 
 class ListedSteps(ResidualPolicy):
@@ -27,11 +27,11 @@ class ListedSteps(ResidualPolicy):
 
     def check_params(self, params: VideoParams) -> tuple[str, ...]:
         notices, last = super().check_params(params), max(self.settings.argument)
-        if last >= params.sample_steps:
+        if last >= params.num_forwards:
             raise InputError(
                 "`step_cache=steps:`",
-                why=f"names step {last}, but there are {params.sample_steps} (`sample_steps`)",
-                remedy=f"name steps from 0 to {params.sample_steps - 1}",
+                why=f"names step {last}, but there are {params.num_forwards} (from `sample_steps`)",
+                remedy=f"name steps from 0 to {params.num_forwards - 1}",
             )
         return notices
 
@@ -39,4 +39,4 @@ class ListedSteps(ResidualPolicy):
         self, params: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists:
         listed = self.settings.argument
-        return dict.fromkeys(BRANCHES, tuple(s in listed for s in range(params.sample_steps)))
+        return dict.fromkeys(BRANCHES, tuple(s in listed for s in range(params.num_forwards)))

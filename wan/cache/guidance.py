@@ -48,7 +48,7 @@ class GuidancePolicy(Policy):
         They lie between a third of the steps and the last step; for 720p and more, between a third
         and nine tenths of the steps.
         """
-        experts, num_steps = make_noise_schedule(params).experts, params.sample_steps
+        experts, num_steps = make_noise_schedule(params).experts, params.num_forwards
         width, height = params.video_size
         first = num_steps // 3
         last = int(0.9 * num_steps) if width * height >= 1280 * 704 else num_steps - 1

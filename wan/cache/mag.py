@@ -18,7 +18,9 @@ from wan.cache.residual import ResidualPolicy
 from wan.checkpoint.headers import read_json
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
+from wan.settings.noise_tables import OFFICIAL_TABLE
 from wan.settings.presets import Preset
+from wan.settings.solvers import SOLVERS
 from wan.settings.step_cache import StepCache
 from wan.tasks.base import VideoParams
 from wan.utils.files import make_json_kind
@@ -92,6 +94,20 @@ class Curve:
         return {branch: tuple(row[i] for i in index) for branch, row in self.ratios.items()}
 
 
+def find_other_schedule(params: VideoParams) -> str | None:
+    """Returns the setting that replaces the schedule for which curves hold; None if none does."""
+    if params.timesteps is not None:
+        return "`timesteps`"
+    if params.boundary_step is not None:
+        return "`boundary_step`"
+    if params.sigmas != OFFICIAL_TABLE:
+        return f"`sigmas={params.sigmas}`"
+    solver = params.sample_solver
+    if solver == "rcm" or SOLVERS[solver].forwards_per_step > 1:
+        return f"those of `sample_solver={solver}`"
+    return None
+
+
 class Mag(ResidualPolicy):
     """The rule of MagCache's authors for Wan2.2, with a curve of the run's task.
 
@@ -125,14 +141,12 @@ class Mag(ResidualPolicy):
 
     def check_params(self, params: VideoParams) -> tuple[str, ...]:
         notices = super().check_params(params)
-        explicit_levels = {"timesteps": params.timesteps, "boundary_step": params.boundary_step}
-        conflicting = [f"`{name}`" for name, value in explicit_levels.items() if value is not None]
-        if conflicting or params.sample_solver == "rcm":
+        other_schedule = find_other_schedule(params)
+        if other_schedule is not None:
             raise InputError(
                 "`step_cache`",
                 "mag",
-                "holds for the steps that `sample_shift` makes, not for "
-                f"{conflicting[0] if conflicting else 'those of `sample_solver=rcm`'}",
+                f"holds for the steps that `sample_shift` makes, not for {other_schedule}",
                 "use `step_cache=first_block`, or drop one of them",
             )
         curve = self._get_curve(params)

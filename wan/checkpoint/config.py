@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -22,9 +22,15 @@ NETWORK_KEYS = {
 }
 """Kind -> name of a tensor that only its networks have."""
 KINDS = {
-    preset.in_dim: preset.kind for preset in PRESETS.values() if preset.kind not in NETWORK_KEYS
+    preset.in_dim: preset.kind
+    for preset in PRESETS.values()
+    if preset.kind not in (*NETWORK_KEYS, "animate2")
 }
 """Input channels of the patch embedding -> kind of the other networks."""
+# Animate-2's networks have the tensors of i2v's: official files nest those of the blocks, those of
+# diffusers have other names, and those of other programs are recognized by the file's name.
+_match_animate2_tensor = re.compile(r".*\bblocks\.0\.(?:block|self_attn\.to_q)\.").match
+_match_animate2_file = re.compile(r"(?i).*animate[-_]?2(?!\d)").match
 BLOCK_PREFIXES = ("blocks.", "vace_blocks.")  # key prefixes of the transformer blocks
 match_adapter = re.compile(  # keys of the modules that are copied together with a block
     r"(?:vace_blocks|audio_injector\.injector(?:_adain_layers)?|face_adapter\.fuser_blocks)\.(\d+)\."
@@ -119,10 +125,17 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eps": (lambda value: type(value) is float and 0 < value < 1, "a number between 0 and 1"),
 }
 _CLASS_NAMES = (
-    *("WanModel", "WanModel_S2V", "WanAnimateModel", "VaceWanModel"),
-    *("WanTransformer3DModel", "WanAnimateTransformer3DModel", "WanVACETransformer3DModel"),
+    *("WanModel", "WanModel_S2V", "WanAnimateModel", "WanAnimate2Model", "VaceWanModel"),
+    *("WanTransformer3DModel", "WanAnimateTransformer3DModel", "WanAnimate2Transformer3DModel"),
+    "WanVACETransformer3DModel",
 )
 _VACE_PREFIX = "vace_blocks."
+_REFERENCE_POSITIONS = {  # Animate-2's reference tokens are one frame later, to the right
+    "refer_offset_t": 1,
+    "refer_offset_h": 0,
+    "refer_offset_w": -1,
+    "refer_stride": 1,
+}
 _GIVE_ALL_FILES = "give all files of this network"
 _DEFAULTS = {"text_len": 512, "window_size": (-1, -1), "eps": 1e-6}
 
@@ -146,7 +159,7 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
     for key, (is_valid, allowed) in _RULES.items():
         if key in config_json and not is_valid(config_json[key]):
             raise _make_config_error(path, key, config_json[key], allowed)
-    kind = detect_kind(tensors, sizes["in_dim"]) or "t2v"
+    kind = detect_kind(tensors, sizes["in_dim"], tensors.values()) or "t2v"
     json_value = config_json.get("model_type", kind)
     if json_value != kind and NETWORK_KEYS.keys() & {json_value, kind}:
         why = f"is {format_value(json_value)}, but the tensors are those of {kind}"
@@ -179,10 +192,22 @@ def _check_blocks(folder: Path, shape_config: Mapping[str, Any]) -> None:
         raise InputError(f"{folder}", None, why, remedy)
 
 
-def detect_kind(tensors: Collection[str], in_dim: int) -> str | None:
-    """Returns the kind of a network by its tensor names and input channels; None if unknown."""
+def detect_kind(
+    tensors: Collection[str], in_dim: int, infos: Iterable[TensorInfo] = ()
+) -> str | None:
+    """Returns the kind of a network; None if unknown.
+
+    Args:
+        tensors: Official names.
+        in_dim: Input channels.
+        infos: The stored tensors.
+    """
     kinds = (kind for kind, name in NETWORK_KEYS.items() if name in tensors)
-    return next(kinds, KINDS.get(in_dim))
+    kind = next(kinds, KINDS.get(in_dim))
+    is_animate2 = kind == "i2v" and any(
+        _match_animate2_tensor(info.name) or _match_animate2_file(info.file.name) for info in infos
+    )
+    return "animate2" if is_animate2 else kind
 
 
 def _read_s2v_config(
@@ -220,6 +245,17 @@ def _read_s2v_config(
     return shape_config | {"audio_inject_layers": tuple(sorted(layers))}
 
 
+def _read_animate2_config(
+    path: Path, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Refuses positions of the reference tokens other than those of the published networks."""
+    config_json = read_json(path) if path.is_file() else {}
+    for key, value in _REFERENCE_POSITIONS.items():
+        if config_json.get(key, value) != value:
+            raise _make_config_error(path, key, config_json[key], format_value(value))
+    return {}
+
+
 def _read_vace_config(
     path: Path, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -250,7 +286,11 @@ def _read_vace_config(
     return {"vace_layers": tuple(sorted(layers)), "vace_in_dim": shape[1]}
 
 
-CONFIG_READERS = {"s2v": _read_s2v_config, "vace": _read_vace_config}
+CONFIG_READERS = {
+    "s2v": _read_s2v_config,
+    "animate2": _read_animate2_config,
+    "vace": _read_vace_config,
+}
 """Kind -> function that reads the arguments that only its networks have."""
 
 

@@ -1,7 +1,7 @@
 """Finds weight files of any name by the tensor names in their headers.
 
 A folder may hold files of many models, as ComfyUI's `models/` does. Only the folder itself and
-ComfyUI's subfolders are searched, and each header is read once.
+the subfolders of ComfyUI and of Animate-2 are searched, and each header is read once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, ForeignPickleError
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 
-_SUBFOLDERS = {  # ComfyUI's; those of `checkpoints` hold several networks
-    "dit": ("diffusion_models", "unet", "checkpoints"),
-    "text_encoder": ("text_encoders", "clip", "checkpoints"),
-    "vae": ("vae", "checkpoints"),
-    "image_encoder": ("clip_vision",),
+_ANIMATE2_FOLDER = "videomodel/Wan-AI"
+_SUBFOLDERS = {  # ComfyUI's, of which `checkpoints` holds several networks, and Animate-2's
+    "dit": ("diffusion_models", "unet", "checkpoints", "wan_animate_2"),
+    "text_encoder": ("text_encoders", "clip", "checkpoints", _ANIMATE2_FOLDER),
+    "vae": ("vae", "checkpoints", _ANIMATE2_FOLDER),
+    "image_encoder": ("clip_vision", _ANIMATE2_FOLDER),
 }
 
 

@@ -10,10 +10,21 @@ Proven by strict loading into the library modules in `tests/unit/test_keymaps.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import lru_cache
 
 Renames = tuple[tuple[str, str], ...]
+
+_PROJECTIONS: Renames = (
+    (".q", ".to_q"),
+    (".k", ".to_k"),
+    (".v", ".to_v"),
+    (".o", ".to_out.0"),
+    (".k_img", ".add_k_proj"),
+    (".v_img", ".add_v_proj"),
+    (".norm_k_img", ".norm_added_k"),
+)
 
 _DIT: Renames = (
     ("text_embedding.0", "condition_embedder.text_embedder.linear_1"),
@@ -26,13 +37,7 @@ _DIT: Renames = (
     (".modulation", ".scale_shift_table"),
     (".self_attn", ".attn1"),
     (".cross_attn", ".attn2"),
-    (".q", ".to_q"),
-    (".k", ".to_k"),
-    (".v", ".to_v"),
-    (".o", ".to_out.0"),
-    (".k_img", ".add_k_proj"),
-    (".v_img", ".add_v_proj"),
-    (".norm_k_img", ".norm_added_k"),
+    *_PROJECTIONS,
     (".ffn.0", ".ffn.net.0.proj"),
     (".ffn.2", ".ffn.net.2"),
     # The norm before cross-attention. Official and diffusers names are swapped for the norm before
@@ -47,6 +52,8 @@ _DIT: Renames = (
     ("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2"),
     ("img_emb.proj.4", "condition_embedder.image_embedder.norm2"),
 )
+
+_NESTED_BLOCK = re.compile(r"^(blocks\.\d+\.)block\.")  # in Animate-2's official files
 
 # Animate's motion encoder, face encoder and face adapters, to which _DIT does not apply.
 _FACE: Renames = (
@@ -161,6 +168,7 @@ def rename_dit_to_official(name: str) -> str:
     """Returns the official name of a DiT tensor, from diffusers' name or a name with a prefix."""
     for prefix in ("net.", "model.", "diffusion_model."):  # net.: from training code
         name = name.removeprefix(prefix)
+    name = _NESTED_BLOCK.sub(r"\1", name)
     return _apply_rules(name, _invert_rules(_get_dit_rules(name)))
 
 
@@ -170,6 +178,11 @@ def rename_dit_to_diffusers(official: str) -> str:
     Animate's official `linear1_kv` must be given as its halves `linear1_k` and `linear1_v`.
     """
     return _apply_rules(official, _get_dit_rules(official))
+
+
+def rename_animate2_to_diffusers(official: str) -> str:
+    """Returns the diffusers name of a tensor of Animate-2's DiT, which renames projections only."""
+    return _apply_rules(official, _PROJECTIONS)
 
 
 def rename_t5_to_transformers(name: str) -> str:

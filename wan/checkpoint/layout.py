@@ -381,7 +381,7 @@ def _find_tokenizer(folder: Path, text_encoder: Path | None) -> Path | None:
     """Returns the tokenizer's folder, or the text encoder file if it contains the tokenizer."""
     encoder_folders = [] if text_encoder is None else [text_encoder.parent]
     for parent in (folder, *encoder_folders):
-        for name in ("google/umt5-xxl", "tokenizer"):
+        for name in ("google/umt5-xxl", "umt5-xxl", "tokenizer"):
             if (parent / name).is_dir():
                 return parent / name
     return (
@@ -526,7 +526,7 @@ def _fits_preset(weight_file: WeightFile, preset: Preset) -> bool:
         for name in NETWORK_KEYS.values()
         if weight_file.find_shape(name, rename_dit_to_diffusers(name))
     ]
-    kind = detect_kind(present_keys, weight_file.channels)
+    kind = detect_kind(present_keys, weight_file.channels, weight_file.tensors.values())
     image_key = "img_emb.proj.1.weight"
     takes_images = bool(weight_file.find_shape(image_key, rename_dit_to_diffusers(image_key)))
     return kind == preset.kind and takes_images == bool(preset.num_clip_vision_images)
@@ -566,4 +566,4 @@ def _detect_network_kind(files: DitFiles) -> str:
         if name is not None:
             why = f"has {name}, {feature}, which is not supported"
             raise InputError(f"{files.folder}", None, why, remedy)
-    return detect_kind(files.tensors, in_dim) or KINDS[in_dim]
+    return detect_kind(files.tensors, in_dim, files.tensors.values()) or KINDS[in_dim]

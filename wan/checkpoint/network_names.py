@@ -29,6 +29,7 @@ _SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "dit": (
         ("patch_embedding.weight", "blocks.0.ffn.0.weight"),
         ("patch_embedding.weight", "blocks.0.ffn.net.0.proj.weight"),
+        ("patch_embedding.weight", "blocks.0.block.ffn.0.weight"),
     ),
     "text_encoder": (
         (

@@ -26,9 +26,7 @@ from wan.distributed.ulysses import (
 )
 from wan.settings.parallel import RING_TYPES
 from wan.utils import trace
-
-KvBlock = tuple[int, Tensor, Tensor]
-"""The owner's rank, k and v, [B,S,N,D] each."""
+from wan.utils.partial_attention import KvBlock, LseMerger, attend_to_blocks
 
 
 @dataclass(frozen=True)
@@ -126,58 +124,9 @@ class Ring:
         log-sum-exp.
         """
         mergers = [LseMerger(self.device_type) for _ in q_blocks]
-        for owner, k_block, v_block in self.exchange_blocks(k, v):
-            num_rows = valid_rows[owner]
-            if not num_rows:
-                continue
-            k_block, v_block = k_block[:, :num_rows], v_block[:, :num_rows]
-            for block, (q, merger) in enumerate(zip(q_blocks, mergers, strict=True)):
-                with trace.span(
-                    "attention", q, block=block, keys=num_rows, owner=owner, method="dense"
-                ):
-                    partial_result = attend_with_lse(q, k_block, v_block)
-                with trace.span("merge", block=block):
-                    merger.add(*partial_result)
-                del partial_result
+        attend_to_blocks(attend_with_lse, q_blocks, self.exchange_blocks(k, v), valid_rows, mergers)
         return [merger.result().to(k.dtype) for merger in mergers]
 
     def gather(self, x: Tensor) -> Tensor:
         """Gathers K or V of all ranks, [B,R*S,N,D], for kernels that return no log-sum-exp."""
         return all_gather_tokens(x, self.group)
-
-
-class LseMerger:
-    """Merges partial attention results by their log-sum-exp, in float32.
-
-    A further normalized result (o_j, lse_j) is added by
-    out <- out + sigmoid(lse_j - lse) (o_j - out) and lse <- logaddexp(lse, lse_j), which cannot
-    overflow.
-
-    On the CPU the weights are computed in float64 and rounded once, so that the bits of an element
-    do not depend on how many heads are merged at once: a vectorized float32 exponential differs in
-    the last bit from the scalar one at the end of a loop. Other operations round the same way.
-
-    device_type: As in `Ring`.
-    """
-
-    def __init__(self, device_type: str | None = None) -> None:
-        self._device_type = device_type
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
-
-    def add(self, out_BSND: Tensor, lse_BNS: Tensor) -> None:
-        """Adds the result for further, disjoint keys; lse is a natural log in float32."""
-        device_type = self._device_type or lse_BNS.device.type
-        lse = lse_BNS.double() if device_type == "cpu" else lse_BNS.float()
-        if self._out is None or self._lse is None:
-            self._out, self._lse = out_BSND, lse
-            return
-        weight = torch.sigmoid(lse - self._lse).float().transpose(1, 2).unsqueeze(-1)
-        self._out = self._out.float()
-        self._out.add_(out_BSND.float().sub(self._out).mul_(weight))
-        self._lse = torch.logaddexp(self._lse, lse)
-
-    def result(self) -> Tensor:
-        """Returns [B,S,N,D], in float32 if several results were added; there must be one."""
-        assert self._out is not None, "no result was added"
-        return self._out

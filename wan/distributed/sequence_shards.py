@@ -55,6 +55,9 @@ class ShardedSequence:
     def get_local_offset(self, num_tokens: int) -> int:
         return self.rank * self.make_token_plan(num_tokens).shard_len
 
+    def get_padded_length(self, num_tokens: int) -> int:
+        return self.make_token_plan(num_tokens).padded_len
+
     def permute(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         """Permutes the global sequence [B,S,...] from raster order to `order`."""
         return (

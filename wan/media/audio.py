@@ -140,3 +140,9 @@ def add_audio(video: Path, audio: Path, out: Path, skip_seconds: float = 0.0) ->
     result = run_ffmpeg([*args, *build_output_args(out), *build_clock_args(audio, "1:v?")])
     if result.returncode:
         raise OSError(f"ffmpeg failed: {describe_failure(result.stderr.decode(errors='replace'))}")
+
+
+def has_audio(path: Path) -> bool:
+    """Returns whether a file has an audio stream that can be decoded."""
+    args = [*build_input_args(path), "-map", "0:a:0", "-frames:a", "1", "-f", "null", "-"]
+    return run_ffmpeg(args).returncode == 0

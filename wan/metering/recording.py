@@ -68,7 +68,7 @@ def make_exchange_plan(
         merges=returns_lse,
         fp8=attention.fp8,
         fp8_exchange=attention.quant_alltoall,
-        sparse_from=attention.resolve_sparse_start_step(params.sample_steps) if sparse else None,
+        sparse_from=attention.resolve_sparse_start_step(params.num_forwards) if sparse else None,
         steps={step: schedule.experts[step - schedule.first_step] for step in steps},
         fused=setup.exchange_on(device_type) == "fused",
         control=get_control_layers(setup.checkpoint.config),

@@ -37,6 +37,7 @@ from wan.distributed.ulysses import (
 from wan.kernels.forward_context import StepInfo
 from wan.kernels.interfaces import QKV, AttendRows, AttentionBackend, AttentionInput, Kernel
 from wan.kernels.sdpa import SdpaKernel
+from wan.modules.reference_kv import LayerReference
 from wan.settings import attention_modes
 from wan.settings.attention_modes import Range
 from wan.settings.parallel import EXCHANGES
@@ -84,6 +85,7 @@ class _Call:
     Attributes:
         shape: [B,s,N,D] of the result.
         backend: None: the dense kernel.
+        reference: Further keys, of Animate-2.
         buffer: Send buffer into which q, k and v are written; None: they are kept as tensors.
         unsent: q, k and v of the chunks that have not been sent.
         last_result: All-to-all of the last chunk whose result has been written.
@@ -97,6 +99,7 @@ class _Call:
     chunks: list[_HeadChunk]
     valid_len: int | None
     backend: AttentionBackend | None
+    reference: LayerReference | None = None
     buffer: PackedBuffer | None = None
     qkv: dict[int, Tensor] = field(default_factory=dict)
     unsent: dict[int, ChunkQKV] = field(default_factory=dict)
@@ -214,6 +217,7 @@ class FAPowerCapAttention:
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
+        reference: LayerReference | None = None,
     ) -> _Call:
         """Starts a call whose q, k and v are written one after the other.
 
@@ -225,10 +229,18 @@ class FAPowerCapAttention:
             num_heads: N.
             valid_len: As in `__call__`.
             step: As in `__call__`.
+            reference: Further keys, of Animate-2; ValueError if a backend applies to the call, or
+                the kernel returns no log-sum-exp.
         """
         batch, num_tokens, channels = x_BsC.shape
         width = channels // num_heads
         call = self._make_call((batch, num_tokens, num_heads, width), x_BsC, valid_len, step)
+        call.reference = reference
+        if reference is not None and (call.backend or not self.kernel.can_return_lse):
+            name = (call.backend or self.kernel).name
+            raise ValueError(
+                f"{name} returns no log-sum-exp, which attention to Animate-2's reference needs."
+            )
         quantizes = call.backend is not None and call.backend.quantizes_before_exchange
         needs_tensors = quantizes or torch.compiler.is_compiling() or torch.is_grad_enabled()
         if self.exchange == "fused" and self.ulysses_size > 1 and not needs_tensors:
@@ -414,9 +426,14 @@ class FAPowerCapAttention:
             row_multiple = 1 if call.backend is None else call.backend.q_multiple
             ranges = attention_modes.q_ranges(valid_per_rank[ring_rank], blocks, row_multiple)
             query_blocks = [(start, stop) for start, stop in ranges if start < stop]
-            block_outputs = self._attention_forward(
-                q, k, v, query_blocks, valid_per_rank, call.backend, chunk.step
-            )
+            if call.reference is None:
+                block_outputs = self._attention_forward(
+                    q, k, v, query_blocks, valid_per_rank, call.backend, chunk.step
+                )
+            else:
+                block_outputs = self._attend_with_reference(
+                    call.reference, chunk, (q, k, v), query_blocks, valid_per_rank
+                )
             if query_blocks == [(0, num_tokens)]:
                 return block_outputs[0]
             out = torch.empty(q.values.shape, dtype=call.dtype, device=q.values.device)
@@ -473,6 +490,31 @@ class FAPowerCapAttention:
             with trace.add_context(block=block):
                 outputs.append(attend(q.slice_rows(start, stop), start))
         return outputs
+
+    def _attend_with_reference(
+        self,
+        reference: LayerReference,
+        chunk: _HeadChunk,
+        qkv: QKV,
+        query_blocks: list[Range],
+        valid_per_rank: list[int],
+    ) -> list[Tensor]:
+        """As `_attention_forward`; records the reference's keys, or attends to them as well."""
+        ring, (q, k, v) = self.ring, qkv
+        rank, size = (0, 1) if ring is None else (ring.rank, ring.size)
+        device_type = None if ring is None else ring.device_type
+        if reference.is_recording:
+            total = sum(valid_per_rank)
+            keys, values = (x.values if ring is None else ring.gather(x.values) for x in (k, v))
+            reference.record(chunk.index, keys[:, :total], values[:, :total], (rank, size))
+            return self._attention_forward(*qkv, query_blocks, valid_per_rank, None, chunk.step)
+        first_row = rank * q.values.shape[1]
+        queries = [(first_row + start, q.values[:, start:stop]) for start, stop in query_blocks]
+        own_block = [(rank, k.values, v.values)]
+        kv_blocks = own_block if ring is None else ring.exchange_blocks(k.values, v.values)
+        return reference.attend(
+            self.kernel, queries, kv_blocks, valid_per_rank, chunk.index, device_type
+        )
 
     def _make_dense_attend(self, k: AttentionInput, v: AttentionInput) -> AttendRows:
         """Wraps the dense kernel as the function that a backend's `prepare_kv` returns."""

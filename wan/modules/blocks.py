@@ -25,6 +25,7 @@ from wan.kernels.forward_context import StepInfo
 from wan.modules.fused_ops import BlockOps, WriteTokens
 from wan.modules.interfaces import ModelComponents
 from wan.modules.lora_branch import add_lora_branches
+from wan.modules.reference_kv import ReferencePass
 from wan.modules.rope import RopeTable
 from wan.modules.text_kv_cache import ContextKV
 from wan.utils import trace
@@ -55,12 +56,14 @@ class ForwardContext:
         rope: Rows of the RoPE table of this rank's tokens.
         valid_len: Number of real tokens in the global sequence.
         step: Sampling step, expert and branch, for attention layers and caches.
+        reference: Further keys of self-attention, of Animate-2.
     """
 
     timestep_segments: TimestepSegments
     rope: RopeTable
     valid_len: int
     step: StepInfo | None = None
+    reference: ReferencePass | None = None
 
 
 class WanAttentionBlock(nn.Module):
@@ -201,11 +204,16 @@ class WanSelfAttention(WanAttention):
 
     def __init__(self, sizes: BlockSizes, layer: int, components: ModelComponents) -> None:
         super().__init__(sizes, components)
-        self.attention = components.attention(layer)
+        self.attention, self.layer = components.attention(layer), layer
 
     def forward(self, x_BLC: Tensor, forward_context: ForwardContext) -> Tensor:
+        reference = forward_context.reference
         call = self.attention.start(
-            x_BLC, self.num_heads, valid_len=forward_context.valid_len, step=forward_context.step
+            x_BLC,
+            self.num_heads,
+            valid_len=forward_context.valid_len,
+            step=forward_context.step,
+            reference=None if reference is None else reference.get_layer(self.layer),
         )
         # This frame holds no reference to q, k and v: the call decides when they are freed.
         for index, project in enumerate((self.project_q, self.project_k)):

@@ -17,6 +17,7 @@ from wan.kernels.forward_context import StepInfo
 from wan.kernels.interfaces import Kernel
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.fused_ops import BlockOps
+from wan.modules.reference_kv import LayerReference
 from wan.settings.attention_modes import Grid
 from wan.utils import trace
 
@@ -51,8 +52,12 @@ class SelfAttention(Protocol):
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
+        reference: LayerReference | None = None,
     ) -> AttentionCall:
-        """Starts a call for q, k and v with the tokens, dtype and device of x."""
+        """Starts a call for q, k and v with the tokens, dtype and device of x.
+
+        reference: Further keys, of Animate-2.
+        """
         ...
 
 
@@ -112,6 +117,10 @@ class SequenceShard(Protocol):
         """Global index of this rank's first token in a sequence of `num_tokens`."""
         ...
 
+    def get_padded_length(self, num_tokens: int) -> int:
+        """Number of tokens on all ranks, with the padding of a sequence of `num_tokens`."""
+        ...
+
 
 class SingleDeviceAttention:
     """Self-attention of a sequence that is not sharded: a single kernel call."""
@@ -126,8 +135,10 @@ class SingleDeviceAttention:
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
+        reference: LayerReference | None = None,
     ) -> TensorCall:
-        return TensorCall(partial(self, valid_len=valid_len, step=step))
+        attend = self if reference is None else partial(self, reference=reference)
+        return TensorCall(partial(attend, valid_len=valid_len, step=step))
 
     def __call__(
         self,
@@ -138,9 +149,15 @@ class SingleDeviceAttention:
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
+        reference: LayerReference | None = None,
     ) -> Tensor:
         """Computes attention to the first `valid_len` keys; `step` is ignored."""
         k_BLND, v_BLND = k_BLND[:, :valid_len], v_BLND[:, :valid_len]
+        if reference is not None and reference.is_recording:
+            reference.record(0, k_BLND, v_BLND)
+        elif reference is not None:
+            kv_blocks = [(0, k_BLND, v_BLND)]
+            return reference.attend(self.kernel, [(0, q_BLND)], kv_blocks, [k_BLND.shape[1]])[0]
         with trace.span("attention", q_BLND, chunk=0, block=0, method="dense"):
             return self.kernel(q_BLND, k_BLND, v_BLND)
 
@@ -166,6 +183,9 @@ class UnshardedSequence:
     def get_local_offset(self, num_tokens: int) -> int:
         return 0
 
+    def get_padded_length(self, num_tokens: int) -> int:
+        return num_tokens
+
 
 RunBlocks = Callable[[Tensor, int, int | None], Tensor]
 """run_blocks(x_BLC, start, stop): runs blocks start to stop - 1 (None: to the last one) and
@@ -190,6 +210,7 @@ class ModelComponents:
         text_kv_cache: Cache the keys and values of the prompt between steps.
         step_cache: Skips blocks in some steps.
         attention_cache: Skips self-attention in some steps.
+        streams_reference: Keep Animate-2's `ReferenceKV` in the host's memory.
     """
 
     attention: AttentionFactory = lambda layer: SingleDeviceAttention(SdpaKernel())
@@ -199,3 +220,4 @@ class ModelComponents:
     text_kv_cache: bool = False
     step_cache: SkipBlocks | None = None
     attention_cache: SkipAttention | None = None
+    streams_reference: bool = False

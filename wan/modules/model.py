@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ from wan.modules.blocks import (
 )
 from wan.modules.interfaces import ModelComponents
 from wan.modules.lora_branch import add_lora_branches
+from wan.modules.reference_kv import ReferencePass
 from wan.modules.rope import RopeCache, RopeTable
 from wan.modules.text_kv_cache import ContextKV, EmbeddedContext, InputCache
 from wan.settings.attention_modes import Grid
@@ -70,6 +72,7 @@ class StreamConditioning:
         after_block: Layer -> hook that updates the residual stream after its block.
         before_blocks: Hook that receives the residual stream before block 0; not called in steps in
             which the step cache skips block 0.
+        reference: Further keys of self-attention, and the layers that run, of Animate-2.
     """
 
     rope: RopeTable
@@ -80,6 +83,7 @@ class StreamConditioning:
     extra_tokens: Tensor | None = None
     after_block: Mapping[int, AfterBlock] = field(default_factory=dict)
     before_blocks: Callable[[Tensor], None] | None = None
+    reference: ReferencePass | None = None
 
 
 class WanModel(nn.Module):
@@ -227,11 +231,13 @@ class WanModel(nn.Module):
         )
         embedded_context = self._embed_context(context, clip_fea)
         after_block = conditioning.after_block if conditioning else {}
+        reference = conditioning.reference if conditioning else None
         forward_context = ForwardContext(
             self.sequence_shard.get_local_segment_lengths(segment_lengths),
             rope,
             sum(segment_lengths),
             step,
+            reference,
         )
         block_inputs = BlockInputs(e0_BR6C, embedded_context, forward_context)
 
@@ -239,15 +245,10 @@ class WanModel(nn.Module):
             if conditioning is not None and conditioning.before_blocks is not None and start == 0:
                 conditioning.before_blocks(x_BLC)
             for layer, block in islice(enumerate(self.blocks), start, stop):
-                with trace.span("layer", x_BLC, layer=layer):
-                    x_BLC, kv = block(
-                        x_BLC,
-                        e0_BR6C,
-                        embedded_context.embedding,
-                        embedded_context.kv[layer],
-                        forward_context,
-                    )
-                self._cache_context_kv(embedded_context, layer, kv)
+                if reference is not None and layer not in reference.layers:
+                    _skip_block(block)
+                    continue
+                x_BLC = self._run_block(layer, x_BLC, block_inputs)
                 if layer in after_block:
                     x_BLC = after_block[layer](x_BLC, block_inputs)
             return x_BLC
@@ -268,6 +269,19 @@ class WanModel(nn.Module):
             self.head(x_BLC, e_BRC, forward_context.timestep_segments), grid
         )
         return self._unpatchify(x_BSC[:, :num_video_tokens], grid)
+
+    def _run_block(self, layer: int, x_BLC: Tensor, inputs: BlockInputs) -> Tensor:
+        context = inputs.context
+        with trace.span("layer", x_BLC, layer=layer):
+            x_BLC, kv = self.blocks[layer](
+                x_BLC,
+                inputs.modulation,
+                context.embedding,
+                context.kv[layer],
+                inputs.forward_context,
+            )
+        self._cache_context_kv(context, layer, kv)
+        return x_BLC
 
     def token_grid(self, latent_FHW: Sequence[int]) -> Grid:
         """Number of tokens along frame, height and width for a latent size."""
@@ -404,6 +418,13 @@ class WanModel(nn.Module):
         """Moves or casts the model; clears the caches, which would be stale."""
         self.clear_caches()
         return super()._apply(fn, recurse)
+
+
+def _skip_block(block: Any) -> None:
+    """Leaves a block out; FSDP's ranks gather it all the same, as others may compute it."""
+    if hasattr(block, "unshard"):
+        block.unshard()
+        block.reshard()
 
 
 def extract_patches(x_BCFHW: Tensor, patch_size: tuple[int, int, int]) -> Tensor:

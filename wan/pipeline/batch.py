@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from wan.settings.errors import EndedError
@@ -122,7 +123,7 @@ class Batch(Generic[J]):
         prompts = []
         for job in jobs:
             embeds = (job.inputs.prompt_embeds, job.inputs.negative_prompt_embeds)
-            pairs = zip(job.params.all_prompts, embeds, strict=False)
+            pairs = zip(job.params.all_prompts, chain(embeds, repeat(None)), strict=False)
             prompts += [prompt for prompt, embedding in pairs if embedding is None]
         if prompts:
             self._pipeline.cache_prompt_embeds(prompts, first.params)

@@ -109,7 +109,10 @@ def build_pipeline(
     step_cache = build_step_cache(setup, groups) if step_cache is None else step_cache
 
     def make_components(expert: str) -> ModelComponents:
-        components = build_components(setup, selected, groups, step_cache, expert)
+        components = replace(
+            build_components(setup, selected, groups, step_cache, expert),
+            streams_reference=execution.offload_model == "block",
+        )
         if wrap_attention is None:
             return components
         return replace(

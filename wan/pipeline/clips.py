@@ -22,7 +22,8 @@ def generate_clips(pipeline: Pipeline, params: VideoParams, inputs: Inputs) -> I
     pipeline.experts.prefetch(make_noise_schedule(params).experts[0])
     cached_embeds = pipeline.cached_prompt_embeds
     try:
-        if params.clip_prompts:  # encoded together, so that the text encoder is loaded once
+        # Encoded together, so that the text encoder is loaded once.
+        if params.clip_prompts or params.task.fixed_prompts:
             pipeline.cache_prompt_embeds([*cached_embeds, *params.all_prompts], params)
         yield from _generate_missing_clips(pipeline, params, inputs)
     finally:

@@ -7,7 +7,7 @@ Legend: Z latent channels, f h w latent frames/height/width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -145,7 +145,10 @@ class DenoisingLoop:
             name in (first_expert, *later_experts) for name in remaining_steps
         )
         num_steps = len(self._noise_schedule.experts)
-        experts.get(first_expert)  # before the bar, so that its rate excludes loading
+        network = experts.get(first_expert)  # before the bar, so that its rate excludes loading
+        with torch.no_grad():
+            model_kwargs = compute_model_kwargs(network, self._inputs.model_kwargs)
+        self._inputs = replace(self._inputs, model_kwargs=model_kwargs)
         for name in later_experts:
             experts.prefetch(name)
         with (
@@ -189,7 +192,7 @@ class DenoisingLoop:
         low_noise_scale, high_noise_scale = params.sample_guide_scale
         timestep, grid, latents = self._timesteps[index], params.grid, self.latents
         step_index = self._noise_schedule.step_range[index]
-        step = StepInfo(step_index, params.sample_steps, "cond", expert, grid, prod(grid))
+        step = StepInfo(step_index, params.num_forwards, "cond", expert, grid, prod(grid))
         predict_branch = partial(
             predict_velocity,
             model,
@@ -255,6 +258,17 @@ class DenoisingLoop:
             for branch, kwargs in self._inputs.model_kwargs.items()
         }
         self._inputs = replace(self._inputs, **moved_inputs, model_kwargs=model_kwargs)
+
+
+def compute_model_kwargs(
+    network: Any, model_kwargs: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Calls the functions in `DenoiseInputs.model_kwargs`, each once, with the network."""
+    compute = cache(lambda function: function(network))
+    return {
+        branch: {name: compute(x) if callable(x) else x for name, x in kwargs.items()}
+        for branch, kwargs in model_kwargs.items()
+    }
 
 
 def _is_tensor_list(value: object) -> bool:

@@ -57,11 +57,13 @@ class NetworkSize:
     Attributes:
         cached: State that is kept between forwards (text K/V, step cache, masks).
         activations: Everything else at the peak of a forward.
+        per_clip: State that is kept between the forwards of a clip (reference K/V).
     """
 
     weights: WeightBytes
     cached: Usage = field(default_factory=Usage)
     activations: Usage = field(default_factory=Usage)
+    per_clip: Usage = field(default_factory=Usage)
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ def compute_stage_memory(
     previous_clip = Usage(params.task.estimate_host_bytes(params) if device == "cpu" else {})
     # A preview is decoded after the forwards of a step.
     activations = max(sizes.dit.activations, sizes.preview_activations, key=Usage.total)
-    denoising = activations + _estimate_denoising_inputs(params) + previous_clip
+    denoising = activations + sizes.dit.per_clip + _estimate_denoising_inputs(params)
+    denoising += previous_clip
     is_overlapped = is_decoding_overlapped(setup, params)
     if is_overlapped or params.preview:
         denoising += vae - retained_usage
@@ -268,9 +271,12 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
     """
     config, execution, parallel = setup.checkpoint.config, setup.execution, setup.parallel
     c, f, num_control = config["dim"], config["ffn_dim"], setup.checkpoint.num_control_blocks
-    e = _ITEMSIZE[execution.get_dit_precision(device)]
+    e, has_reference = _ITEMSIZE[execution.get_dit_precision(device)], setup.preset.has_reference_kv
     text_bytes = count_branches(params, parallel) * execution.text_kv_cache
     text_bytes *= config["text_len"] * c * e
+    reference_tokens = prod(params.grid) - prod(params.grid[1:]) if has_reference else 0
+    reference_bytes = 2 * reference_tokens * c * e // parallel.sequence_size
+    reference_bytes *= count_reference_layers(setup, device)
     tokens = -(-params.max_clip_tokens // parallel.sequence_size)
     num_streams = 2 if num_control else 1  # the video stream and the control stream
     activations = tokens * (num_streams * 4 * c + e * max(5 * c, 2 * c + f))
@@ -286,7 +292,19 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
         weights,
         cached=Usage({"text": text_bytes, "text K/V": 2 * num_layers * text_bytes}),
         activations=Usage({"activations": activations, "gathered weights": gathered_bytes}),
+        per_clip=Usage({"reference K/V": reference_bytes}),
     )
+
+
+def count_reference_layers(setup: Setup, device: str) -> int:
+    """Counts the layers whose keys and values of a reference video are on the device.
+
+    With streamed blocks they are in the host's memory, but for those of two blocks and of a third
+    whose memory is not reused yet.
+    """
+    num_layers: int = setup.checkpoint.config["num_layers"]
+    is_streamed = setup.execution.offload_model == "block" and device != "cpu"
+    return min(3, num_layers) if is_streamed else num_layers
 
 
 def estimate_denoising_bytes_without_blocks(setup: Setup, params: VideoParams) -> int:
@@ -298,7 +316,7 @@ def estimate_denoising_bytes_without_blocks(setup: Setup, params: VideoParams) -
     device = find_planned_capabilities(setup).type
     dit, preview = _estimate_dit(setup, params, device), _estimate_preview(setup, params)
     activations = max(dit.activations, preview, key=Usage.total)
-    usage = dit.cached + activations + _estimate_denoising_inputs(params)
+    usage = dit.cached + activations + dit.per_clip + _estimate_denoising_inputs(params)
     lora_bytes = max(
         weight_sizes.sum_video_loras(setup, device),
         weight_sizes.sum_video_loras(replace(setup, video_loras={}), device),

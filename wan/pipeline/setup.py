@@ -24,6 +24,7 @@ from wan.settings.devices import Capabilities
 from wan.settings.errors import InputError
 from wan.settings.execution import MULTIPLY, Execution
 from wan.settings.flags import TASK_RULES
+from wan.settings.noise_schedule import make_schedule_notices
 from wan.settings.parallel import Parallel
 from wan.settings.presets import Preset
 from wan.settings.rules import Values
@@ -83,8 +84,11 @@ class Setup:
             "checkpoint_dtypes": self.checkpoint_dtypes,
             "has_quantized_dit": self.quantized_dit is not None,
             "use_rainfusion": self.attention.use_rainfusion,
+            "fa_quant": self.attention.fa_quant,
+            "dense_kernel": self.attention.dense_kernel,
             "task": self.preset.task,
             "has_image_tokens": self.preset.has_image_tokens,
+            "has_reference_kv": self.preset.has_reference_kv,
             "num_experts": len(self.preset.experts),
             "policy": self.cache.policy,
             "num_control_blocks": self.checkpoint.num_control_blocks,
@@ -175,14 +179,14 @@ class Setup:
         Returns:
             Notices.
         """
-        steps, tokens = params.sample_steps, params.max_clip_tokens
+        steps, tokens = params.num_forwards, params.max_clip_tokens
         values = {**(settings or {}), **self._rule_values(), **vars(params)}
         values["solver"] = SOLVERS[params.sample_solver]
         values["step_range"] = params.step_range
         values["num_scales"] = len(params.conditioning_scale or ())
         rules.check_rules((*TASK_RULES, *rules.VIDEO_RULES), values)
         attention.check_attention_request(self.attention, self.parallel, steps, tokens)
-        notices = params.task.list_notices(params)
+        notices = (*params.task.list_notices(params), *make_schedule_notices(params, steps))
         notices += () if self.policy is None else self.policy.check_params(params)
         heads = self.checkpoint.num_heads
         guidance = params.sample_guide_scale

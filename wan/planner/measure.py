@@ -32,6 +32,7 @@ from wan.modules.lora_branch import LoraBranch
 from wan.modules.model import WanModel
 from wan.modules.vae import tiles, video_vae
 from wan.pipeline import build, memory_estimate, weight_sizes, weight_transforms
+from wan.pipeline.denoise import compute_model_kwargs
 from wan.pipeline.memory_estimate import NetworkSize, NetworkSizes, Usage
 from wan.pipeline.preview import count_preview_latents
 from wan.pipeline.setup import Setup
@@ -58,6 +59,8 @@ _LAYERS = {  # submodule of a block -> name of its tensors in a plan
     "cross_attn": "cross-attention",
     "cross_attn.k": "text K/V",
     "cross_attn.v": "text K/V",
+    "cross_attn.k_img": "text K/V",  # of networks with CLIP features
+    "cross_attn.v_img": "text K/V",
     "ffn": "feed-forward",
 }
 
@@ -115,7 +118,8 @@ class Planner:
         dit = self.measure_forwards(setup.parallel)[0].size.weights
         encoder = None if execution.t5_cpu else self._get_text_encoder_size(1).weights
         if execution.offload_model == "block":  # networks are streamed one after the other
-            return max(dit.all_blocks, encoder.all_blocks if encoder else 0)
+            blocks = max(dit.all_blocks, encoder.all_blocks if encoder else 0)
+            return blocks + self._sum_streamed_reference()
         return len(setup.preset.experts) * dit.allocated + (encoder.allocated if encoder else 0)
 
     def count_streamed_blocks(self) -> tuple[int, int, int]:
@@ -135,7 +139,16 @@ class Planner:
         block_bytes = (
             self.measure_forwards(setup.parallel)[0].size.weights.block if num_streamed else 0
         )
-        return num_streamed, num_forwards, num_streamed * num_forwards * block_bytes
+        copied_bytes = num_streamed * block_bytes + self._sum_streamed_reference()
+        return num_streamed, num_forwards, num_forwards * copied_bytes
+
+    def _sum_streamed_reference(self) -> int:
+        """Sums the keys and values of a reference video of all layers, in the host's memory."""
+        size = self.measure_forwards(self.setup.parallel)[0].size
+        num_held = memory_estimate.count_reference_layers(self.setup, self.device.type)
+        num_layers: int = self.setup.checkpoint.config["num_layers"]
+        is_streamed = num_held < num_layers
+        return is_streamed * size.per_clip["reference K/V"] // num_held * num_layers
 
     def list_branches(self, parallel: Parallel) -> tuple[str, ...]:
         """Returns the guidance branches that a rank computes."""
@@ -242,7 +255,7 @@ class Planner:
                 network, tensors = spec.make(), spec.tensors
         network.to(build.DTYPES[self.setup.execution.vae_precision]).eval().requires_grad_(False)
         autoencoder = video_vae.VideoVAE(network)
-        (channels, _, *latent_size), pixel_size = params.latent_shape, params.video_size[::-1]
+        (channels, _, *latent_size), pixel_size = params.latent_shape, params.frame_size[::-1]
         num_latent_frames = params.task.count_decoded_latents(params)
         temporal_stride, spatial_stride, _ = preset.vae_stride
         if tiling:
@@ -319,23 +332,31 @@ class Planner:
                 network, network.blocks, dtypes, sharding, {}, network.adapter_modules
             ) as tracker:
                 self._attach_loras(network, tracker)
-                collectives = self._run_forwards(network, tracker, self.list_branches(parallel))
+                branches = self.list_branches(parallel)
+                collectives, model_kwargs = self._run_forwards(network, tracker, branches)
                 activations = tracker.peak_bytes - tracker.live_bytes
                 cached_usage = +tracker.live_bytes
                 residual_bytes = step_cache.cached_bytes()
+                reference_kv = model_kwargs.pop("reference_kv", None)
         num_layers = checkpoint.config["num_layers"] + checkpoint.num_control_blocks
         num_measured = len(network.self_attention_blocks())
         cached_usage["text K/V"] = cached_usage["text K/V"] * num_layers // num_measured
+        per_clip = Usage()
+        if reference_kv is not None:
+            cached_usage["self-attention"] -= reference_kv.nbytes
+            num_held = memory_estimate.count_reference_layers(setup, self.device.type)
+            per_clip["reference K/V"] = reference_kv.nbytes * num_held // num_measured
         cached_usage = (
             cached_usage - Usage(embeddings=residual_bytes) + Usage({"step cache": residual_bytes})
         )
-        cache_label = "masks" if setup.attention.use_rainfusion else "attention cache"
+        cache_label = "reference K/V" if setup.preset.has_reference_kv else "attention cache"
+        cache_label = "masks" if setup.attention.use_rainfusion else cache_label
         cached_usage[cache_label] = (
             cached_usage.pop("self-attention", 0) * num_layers // num_measured
         )
         num_ranks = parallel.world_size if parallel.dit_fsdp else 1
         weights = weight_sizes.sum_dit_weights(setup, self.device.type, num_ranks)
-        size = NetworkSize(weights, +cached_usage, activations)
+        size = NetworkSize(weights, +cached_usage, activations, per_clip)
         return ForwardMeasurement(size, collectives, build.describe_attention(setup, selected))
 
     def _attach_loras(self, network: WanModel, tracker: StorageTracker) -> None:
@@ -383,20 +404,24 @@ class Planner:
 
     def _run_forwards(
         self, network: WanModel, tracker: StorageTracker, branches: tuple[str, ...]
-    ) -> tuple[Collectives, ...]:
-        """Runs each guidance branch in a dense and a sparse step; returns a layer's collectives.
+    ) -> tuple[tuple[Collectives, ...], dict[str, Any]]:
+        """Runs each guidance branch in a dense and a sparse step.
 
         With a step cache the first step runs twice: the second time the cache holds the residuals
         of the first.
+
+        Returns:
+            A layer's collectives, and the keywords of the network.
         """
         tracker.track_module(network, "embeddings")
         tracker.track_module(network.text_embedding, "text")
         tracker.track_module(network.head, "head")
         for block in network.self_attention_blocks():
-            for name, label in _LAYERS.items():
-                tracker.track_module(block.get_submodule(name), label)
+            modules = dict(block.named_modules())
+            for name in modules.keys() & _LAYERS.keys():
+                tracker.track_module(modules[name], _LAYERS[name])
         setup, params, config = self.setup, self.params, self.setup.checkpoint.config
-        (channels, *size), grid, steps = params.latent_shape, params.grid, params.sample_steps
+        (channels, *size), grid, steps = params.latent_shape, params.grid, params.num_forwards
 
         def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=tracker.device)
@@ -413,6 +438,8 @@ class Planner:
         token_timesteps = model_kwargs.pop("t", None)
         if token_timesteps is not None and tracker.device == "meta":
             t = token_timesteps
+        with tracker:
+            model_kwargs = compute_model_kwargs(network, {"cond": model_kwargs})["cond"]
         attention, sparse_from = setup.attention, 0
         if attention.use_rainfusion:
             sparse_from = attention.resolve_sparse_start_step(steps)
@@ -427,7 +454,7 @@ class Planner:
             num_calls = len(branches) * len(network.self_attention_blocks())
             operations = tracker.sent_operations
             collectives.append(operations[: len(operations) // num_calls])
-        return tuple(collectives[-len(step_indices) :])
+        return tuple(collectives[-len(step_indices) :]), model_kwargs
 
     @contextmanager
     def _simulate_rank(self, rank: int, parallel: Parallel) -> Iterator[mesh.ParallelGroups | None]:

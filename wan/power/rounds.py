@@ -255,11 +255,11 @@ class ComparisonRounds:
                 )
         experts = noise_schedule.make_noise_schedule(self._timed_params).experts
         if self._experts_per_call is None:
-            return step_seconds[self._experts[0]] / short_params.sample_steps * len(experts)
+            return step_seconds[self._experts[0]] / short_params.num_forwards * len(experts)
         return sum(step_seconds[expert] for expert in experts)
 
     def _make_recording(self, variant: Variant, params: VideoParams) -> TraceRecording:
-        device, steps = self._groups.device, tuple(range(params.sample_steps))
+        device, steps = self._groups.device, tuple(range(params.num_forwards))
         parallel = self._run.setup.parallel
         parallel = replace(parallel, comm_type=variant.comm_type, chunks=variant.chunks)
         setup = replace(self._run.setup, parallel=parallel)
@@ -328,7 +328,7 @@ class ComparisonRounds:
         device, self._selected_name = self._groups.device, variant.name
         device.reset_peak_memory()
         loop.to(device.torch_device)
-        timer = StepTimer(device.make_clock(), self._timed_params.sample_steps)
+        timer = StepTimer(device.make_clock(), self._timed_params.num_forwards)
         clock_lock = self._clock_lock if variant.locks_clock else None
         dist.barrier()
         with (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from wan.serve.webhook_hosts import read_webhook_host
 from wan.settings.command import PlanOptions, PromptFileOptions, ResumeOptions
 from wan.settings.errors import InputError, get_exit_code
 from wan.settings.fields import list_options
-from wan.settings.flags import read_settings
+from wan.settings.flags import FLAGS, FOREIGN_NAMES, read_settings
 from wan.settings.values import integer, read_path, read_text_value, real
 from wan.settings.video_options import INPUT_OPTIONS
 from wan.utils import env, log
@@ -57,6 +57,7 @@ def _parse_service_options(argv: Sequence[str]) -> tuple[argparse.Namespace, lis
     _add_server_options(parser)
     _add_delivery_options(parser)
     _add_limit_options(parser)
+    _refuse_generate_flags(service_args, {*parser._option_string_actions})
     args = parser.parse_args(service_args)
     if args.ranks % args.nodes:
         raise InputError(f"--ranks {args.ranks} must be a multiple of --nodes {args.nodes}")
@@ -70,6 +71,20 @@ def _parse_service_options(argv: Sequence[str]) -> tuple[argparse.Namespace, lis
     for name, value in lora_options.items():
         generate_args += [] if value is None else [f"--{name}", str(value)]
     return args, generate_args
+
+
+def _refuse_generate_flags(arguments: Sequence[str], options: Container[str]) -> None:
+    """Refuses flags of generate.py, also by their names in other programs, before `--`.
+
+    options: The options of the service.
+    """
+    for option in (text.partition("=")[0] for text in arguments if text.startswith("--")):
+        name = option.removeprefix("--")
+        flag = name if name in FLAGS else FOREIGN_NAMES.get(name.replace("-", "_"), "")
+        is_usable = flag in FLAGS and flag not in (*_PER_VIDEO_FLAGS, "save_file")
+        if option not in options and is_usable:
+            why, remedy = "is no option of the service", f"give --{flag} after --"
+            raise InputError(option, why=why, remedy=remedy)
 
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -163,7 +178,7 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
     large_int = make_argument_type(integer(1, 1_000_000))
     days = make_argument_type(real(0, 36_500, exclude_min=True))
     gigabytes = make_argument_type(real(0, 1e6, exclude_min=True))
-    add("--queue", type=large_int, default=100, help="maximum of queued jobs (default 100)")
+    add("--queue", type=large_int, default=100, help="maximum of queued videos (default 100)")
     add(
         "--together",
         type=small_int,

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
-from wan.serve.fields import JSON_FIELDS, LIST_FIELDS
+from wan.serve.fields import JSON_FIELDS, PICTURE_FIELDS, SEEDS
 from wan.serve.repeats import RefusedError
 from wan.settings.values import format_value
 from wan.settings.video_options import MAX_REFERENCE_IMAGES
@@ -45,7 +45,8 @@ async def _read_form(request: Request) -> dict[str, Any]:
             if isinstance(value, UploadFile) and not value.filename and not part:
                 continue  # a file input without a file
             # The openai client sends lists like this.
-            if (list_key := key.removesuffix("[]")) in LIST_FIELDS:
+            list_key = key.removesuffix("[]")
+            if list_key in PICTURE_FIELDS or (list_key in SEEDS and list_key != key):
                 form_fields.setdefault(list_key, []).append(part)
                 continue
             if key in form_fields:

@@ -41,13 +41,16 @@ class EventLog:
             created: Creation of the job, in seconds since 1970.
         """
         steps_done, total = video["steps"]
+        completed = sum(output["status"] == "completed" for output in video["data"])
         changes: dict[str, Any] = {
             "stage": {name: video[name] for name in ("status", "stage", "attempt")},
             "step": {"done": steps_done, "total": total, "progress": video["progress"]},
             "preview": {"step": video.get("preview_step")},
+            "video": {"completed": completed, "total": len(video["data"])},
         }
         self._last.setdefault("step", changes["step"] | {"done": 0, "progress": 0})
         self._last.setdefault("preview", {"step": None})
+        self._last.setdefault("video", changes["video"] | {"completed": 0})
         for kind, data in changes.items():
             if data != self._last.get(kind):
                 self._last[kind] = data

@@ -6,16 +6,25 @@ import base64
 import binascii
 import json
 import math
+import random
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from wan.app.run import PATH_SETTINGS, Run
 from wan.serve.webhook_hosts import read_url
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.fields import list_options
-from wan.settings.flags import FLAG_ALIASES, FLAGS, check_exclusive_settings, read_settings
+from wan.settings.flags import (
+    FLAG_ALIASES,
+    FLAGS,
+    FOREIGN_NAMES,
+    check_exclusive_settings,
+    read_settings,
+)
 from wan.settings.values import (
     format_value,
     integer,
@@ -67,10 +76,6 @@ API_FIELDS = {
     "loras": ApiField("video_lora", ({}, [])),
     **{alias: ApiField(name) for alias, name in FLAG_ALIASES.items()},
     # what every request of this service does, or what has no meaning here
-    "n": ApiField("", (1,), "asks for several videos", "send several requests"),
-    "num_outputs_per_prompt": ApiField(
-        "", (1,), "asks for several videos", "send several requests"
-    ),
     "user": ApiField("", (ANY,), "must be text"),
     "return_stage_metrics": ApiField("", (ANY,), "must be true or false"),
     "stream": ApiField("", _OFF, "is not supported", "poll the video"),
@@ -120,6 +125,8 @@ FIELD_NAMES = {
 """Setting -> its field in the schema and in answers, where the two differ."""
 LORAS = ("video_lora", *(k for k, name in FIELD_TO_SETTING.items() if name == "video_lora"))
 """Fields whose value are the LoRAs of a video."""
+SEEDS = ("base_seed", *(k for k, name in FIELD_TO_SETTING.items() if name == "base_seed"))
+"""Fields whose value is a seed, or a list of the seeds of several videos."""
 BLOCKS = ("extra_body", "extra_json", "extra_params", "video_params")
 """Fields whose values are JSON objects of further fields."""
 FOLDER = "src_root_path"
@@ -134,18 +141,27 @@ UPLOADS = tuple(
 )
 """Settings whose values are uploaded files."""
 JSON_FIELDS = frozenset(
-    (*BLOCKS, *UPLOADS, *LORAS, *(k for k, name in FIELD_TO_SETTING.items() if name in UPLOADS))
+    (
+        *(*BLOCKS, *UPLOADS, *LORAS, *SEEDS),
+        *(k for k, name in FIELD_TO_SETTING.items() if name in UPLOADS),
+    )
 )
 """Fields whose value in a form may be the text of a JSON object or list."""
-LIST_FIELDS = tuple(
+PICTURE_FIELDS = tuple(
     key for key in (PICTURES, *API_FIELDS) if PICTURES in (key, FIELD_TO_SETTING.get(key))
 )
-"""Fields that a form may repeat."""
+"""Fields that a form may repeat, as NAME or NAME[]; those of seeds only as NAME[]."""
 _GUIDANCE = ("guidance_high", "guidance_low")
+COUNTS = ("n", "num_outputs_per_prompt")
+"""Fields whose value is the number of videos."""
+MAX_OUTPUTS = 10
+"""Videos of one request; vllm-omni and SGLang allow as many."""
+read_count = integer(1, MAX_OUTPUTS)
+"""Reads a number of videos."""
 COMPUTED_FIELDS = (
     *("model", "seconds", "boundary_ratio", "priority", "width", "height", "webhook_url"),
     *("aspect_ratio", "short_edge"),
-    *("guidance_scale", "guidance_scale_2", *_GUIDANCE),
+    *("guidance_scale", "guidance_scale_2", *_GUIDANCE, *COUNTS),
 )
 """Fields from which settings are computed."""
 _URL_KEYS = ("image_url", "video_url", "audio_url", "url")
@@ -157,7 +173,8 @@ class ParsedRequest:
     """Parsed fields of a request.
 
     Attributes:
-        settings: Setting -> raw value, without uploaded files.
+        settings: Setting -> raw value, without uploaded files. `base_seed` is missing for a random
+            one, and a list for several videos.
         files: Setting, or SETTING/NAME for several files, -> content of an uploaded file.
         priority: Jobs of higher priority run first.
         names: Setting -> field name of the request.
@@ -169,6 +186,12 @@ class ParsedRequest:
     priority: int = 0
     names: dict[str, str] = field(default_factory=dict)
     webhook_url: str | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of videos."""
+        seeds = self.settings.get("base_seed")
+        return len(seeds) if isinstance(seeds, list) else 1
 
     @property
     def naming(self) -> FlagNaming:
@@ -219,7 +242,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         elif name not in FLAGS or (
             name in PATH_SETTINGS and not _equals_current_value(name, value, run)
         ):
-            raise InputError(key, why="is not a known field", remedy="remove it")
+            raise InputError(key, why="is not a known field", remedy=_suggest_field(key))
         elif not FLAGS[name].line:
             if not _equals_current_value(name, value, run):
                 why = "can only be set when the service starts"
@@ -233,12 +256,14 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         priority = _apply_api_fields(api_fields, settings, run, models)
         _apply_shape(api_fields, settings, files, run)
         _apply_size(api_fields, settings)
-        _normalize_seed(settings)
+        seeds = _read_seeds(api_fields, settings)
         _normalize_loras(settings, run)
         check_exclusive_settings(read_settings(settings))
     except InputError as error:
         error.naming = make_field_naming(names)
         raise
+    if seeds:
+        settings["base_seed"] = seeds if len(seeds) > 1 else seeds[0]
     webhook_url = api_fields.get("webhook_url")
     return ParsedRequest(
         settings, files, priority, names, None if webhook_url is None else read_url(webhook_url)
@@ -303,6 +328,15 @@ def _find_setting(key: str, value: Any, task: str) -> str:
     if key == "input_references" and is_one and task not in FLAGS[PICTURES].tasks:
         return "image"
     return name
+
+
+def _suggest_field(key: str) -> str:
+    """Returns what to do about an unknown field."""
+    flag = FOREIGN_NAMES.get(key.replace("-", "_"), "")
+    names = {name for name, flag in FLAGS.items() if flag.line and name not in PATH_SETTINGS}
+    similar = [flag] if flag in names else []
+    similar += get_close_matches(key, (*names, *FIELD_TO_SETTING, *COMPUTED_FIELDS), 1, 0.75)
+    return f"did you mean {FIELD_NAMES.get(similar[0], similar[0])}" if similar else "remove it"
 
 
 def _check_api_field(key: str, value: Any) -> None:
@@ -449,15 +483,43 @@ def _apply_size(api_fields: Mapping[str, Any], settings: dict[str, Any]) -> None
             raise InputError("width", why=why, remedy="give one of them")
 
 
-def _normalize_seed(settings: dict[str, Any]) -> None:
-    """Converts the seed to a number, in place; removes a negative one, which means random."""
-    seed = settings.get("base_seed")
-    if isinstance(seed, list) and len(seed) == 1:  # SGLang's requests have one per output
-        seed = seed[0]
-    if "base_seed" in settings:
-        settings["base_seed"] = FLAGS["base_seed"].reader("`base_seed`", seed)
-        if settings["base_seed"] < 0:
-            del settings["base_seed"]
+def _read_seeds(api_fields: Mapping[str, Any], settings: dict[str, Any]) -> list[int]:
+    """Removes the seed, or the list of seeds, from the settings; returns that of each video.
+
+    A negative seed means a random one. A single seed is that of the first of several videos, the
+    others have the next ones. [] for one video with a random seed.
+    """
+    seeds = settings.pop("base_seed", -1)
+    if isinstance(seeds, str) and "," in seeds:
+        seeds = seeds.split(",")
+    if not isinstance(seeds, list):
+        seeds = [seeds]
+    counts = {
+        name: int(read_count(name, api_fields[name])) for name in COUNTS if name in api_fields
+    }
+    if len({*counts.values()}) > 1:
+        why = f"and n {counts['n']} differ"
+        raise InputError(COUNTS[1], str(counts[COUNTS[1]]), why, "give one of them")
+    count = next(iter(counts.values()), len(seeds))
+    if not seeds:
+        raise InputError("`base_seed`", why="is an empty list", remedy="give a seed")
+    if len(seeds) not in (1, count):
+        why = f"has {len(seeds)} seeds for {count} videos"
+        raise InputError("`base_seed`", why=why, remedy="give a seed for each video, or one")
+    if count > MAX_OUTPUTS:
+        why = f"has {count} seeds, and at most {MAX_OUTPUTS} are allowed"
+        raise InputError("`base_seed`", why=why, remedy="send several requests")
+    read_seed = partial(FLAGS["base_seed"].reader, "`base_seed`")
+    seeds = [seed if seed >= 0 else None for seed in map(read_seed, seeds)]
+    if count == 1 and seeds == [None]:
+        return []
+    seeds = [draw_seed() if seed is None else seed for seed in seeds]
+    return [*seeds, *(read_seed(seeds[0] + index) for index in range(len(seeds), count))]
+
+
+def draw_seed() -> int:
+    """Returns a random seed."""
+    return random.SystemRandom().randrange(10**10)
 
 
 def _normalize_loras(settings: dict[str, Any], run: Run) -> None:

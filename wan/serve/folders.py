@@ -17,14 +17,12 @@ from wan.utils.files import OutputKind, check_folder, check_output, make_json_ki
 NAME_LENGTH = 63
 """Maximum length of a replica's name, as in Kubernetes."""
 JOB_ID = re.compile(r"video_[\w-]{1,100}", re.ASCII)
-STORED_FILES = ("thumbnail.jpg", "spritesheet.jpg", "video.mp4", "video.json")
-"""Files of a completed job that are uploaded to a store, the record last."""
 UPLOAD_PREFIX = "upload-"
 """Prefix of the names of uploaded files."""
 UPLOAD_KIND = OutputKind("a file of this request", lambda _: False)  # the folder is new
 _TEMPORARY = r"(\.\w+-\d+-)?"
 _JOB_FILES = re.compile(
-    rf"{_TEMPORARY}(({UPLOAD_PREFIX}\w+|video[.-][^/]*)(/{_TEMPORARY}[\w.]+)?|(thumbnail|spritesheet)\.jpg)"
+    rf"{_TEMPORARY}(({UPLOAD_PREFIX}\w+|video[.-][^/]*)(/{_TEMPORARY}[\w.]+)?|(thumbnail|spritesheet)(-\d+)?\.jpg)"
 )
 """Paths in a job's folder that the service writes."""
 
@@ -38,6 +36,17 @@ _SERVICE_FILES = (
 
 FRONT_KIND = make_json_kind("the address of a service", "host", "port", "secret")
 """Kind of front.json, from which ranks read the address of the front."""
+
+
+def make_output_stem(index: int, kind: str = "video") -> str:
+    """Returns the name, without suffix, of one of the videos of a job, or of a picture of it."""
+    return kind if index == 0 else f"{kind}-{index}"
+
+
+def list_output_files(index: int) -> tuple[str, ...]:
+    """Returns the files of a complete video, the record last."""
+    video, *pictures = (make_output_stem(index, k) for k in ("video", "thumbnail", "spritesheet"))
+    return (*(f"{picture}.jpg" for picture in pictures), f"{video}.mp4", f"{video}.json")
 
 
 def check_journal_folder(folder: Path) -> None:
@@ -108,8 +117,8 @@ def remove_job_files(folder: Path, keep: Callable[[str], bool] | None = None) ->
 def remove_orphaned_folders(jobs: Path, state_of: Callable[[str], str | None]) -> None:
     """Removes the folders of deleted jobs and unfinished folders without a job in the journal.
 
-    An unfinished folder stays if it has a file that the service does not write. A folder with a
-    finished video and its record stays, so that its job can be restored.
+    An unfinished folder stays if it has a file that the service does not write. A folder with the
+    record of a finished video stays, so that its job can be restored; the video may be in a store.
 
     Args:
         jobs: The parent folder.
@@ -119,7 +128,7 @@ def remove_orphaned_folders(jobs: Path, state_of: Callable[[str], str | None]) -
         if folder.is_symlink() or not folder.is_dir() or not JOB_ID.fullmatch(folder.name):
             continue
         state = state_of(folder.name)
-        is_finished = all((folder / name).exists() for name in ("video.mp4", "video.json"))
+        is_finished = (folder / "video.json").exists()
         paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*"))
         has_only_job_files = all(map(_JOB_FILES.fullmatch, paths))
         if state == "deleted" or (state is None and has_only_job_files and not is_finished):

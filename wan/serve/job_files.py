@@ -8,7 +8,13 @@ from typing import Any
 
 from wan.checkpoint.headers import read_json
 from wan.serve.fields import FIELD_NAMES, FOLDER, PICTURES, UPLOADS
-from wan.serve.folders import UPLOAD_KIND, UPLOAD_PREFIX, remove_job_files
+from wan.serve.folders import (
+    UPLOAD_KIND,
+    UPLOAD_PREFIX,
+    list_output_files,
+    make_output_stem,
+    remove_job_files,
+)
 from wan.serve.journal import ServiceJob
 from wan.settings.errors import InputError
 from wan.utils.files import write_output
@@ -16,41 +22,51 @@ from wan.utils.log import logger
 
 
 class JobFiles:
-    """The folders of all jobs, `jobs/ID`."""
+    """The folders of all jobs.
+
+    Attributes:
+        jobs: Their parent; each is `jobs/ID`.
+    """
 
     def __init__(self, jobs: Path) -> None:
         """Creates the parent folder."""
-        self._jobs = jobs
+        self.jobs = jobs
         jobs.mkdir(parents=True, exist_ok=True)
 
     def job_folder(self, job: ServiceJob) -> Path:
         """Returns the folder of a job's files."""
-        return self._jobs / job.id
+        return self.jobs / job.id
 
     def has_folder(self, job_id: str) -> bool:
         """Returns whether a job has a folder."""
-        return (self._jobs / job_id).exists()
+        return (self.jobs / job_id).exists()
 
     def upload_path(self, job: ServiceJob, upload_name: str) -> Path:
         """Returns the path of an uploaded file of a job."""
         return self.job_folder(job) / f"{UPLOAD_PREFIX}{upload_name}"
 
-    def video_path(self, job: ServiceJob) -> Path:
-        """Returns the path of a job's video."""
-        return self.job_folder(job) / "video.mp4"
+    def video_path(self, job: ServiceJob, index: int = 0) -> Path:
+        """Returns the path of one of a job's videos."""
+        return self.job_folder(job) / f"{make_output_stem(index)}.mp4"
 
     def list_jobs_with_video(self) -> list[str]:
         """Returns the ids of the jobs that have a video on the local disk."""
-        return [path.parent.name for path in self._jobs.glob("*/video.mp4")]
+        return [*{path.parent.name: None for path in self.jobs.glob("*/video*.mp4")}]
 
-    def preview_path(self, job: ServiceJob) -> Path:
-        """Returns the path of a job's newest preview."""
-        return self.job_folder(job) / "video.preview.jpg"
+    def read_preview(self, job: ServiceJob, index: int | None = None) -> bytes:
+        """Reads the newest preview of a job, or of one of its videos.
 
-    def read_record(self, job: ServiceJob) -> dict[str, Any]:
+        Raises:
+            OSError: There is none.
+        """
+        indices = range(job.num_outputs) if index is None else (index,)
+        paths = [self.video_path(job, i).with_suffix(".preview.jpg") for i in indices]
+        return max(paths, key=_get_modification_time).read_bytes()
+
+    def read_record(self, job: ServiceJob, index: int = 0) -> dict[str, Any]:
         """Reads the record of a finished video; returns {} if it is missing or damaged."""
         try:
-            return read_json(self.job_folder(job) / "video.json")
+            return read_json(self.video_path(job, index).with_suffix(".json"))
         except InputError as error:
             logger.debug("%s has no record (%s)", job.id, error)
             return {}
@@ -108,14 +124,23 @@ class JobFiles:
         remove_job_files(self.job_folder(job))
 
     def remove_attempt(self, job: ServiceJob, keep_clips: bool = True) -> None:
-        """Removes the files of an attempt; uploaded files stay.
+        """Removes the files of an attempt; uploaded files and complete videos stay.
 
         Args:
             keep_clips: Whether finished clips stay, with which the next attempt continues.
         """
+        complete = {name for index in range(job.outputs_done) for name in list_output_files(index)}
 
         def keep(name: str) -> bool:
             is_clip = keep_clips and Path(name.partition("/")[0]).suffix == ".clips"
-            return name.startswith(UPLOAD_PREFIX) or is_clip
+            return name.startswith(UPLOAD_PREFIX) or is_clip or name in complete
 
         remove_job_files(self.job_folder(job), keep)
+
+
+def _get_modification_time(path: Path) -> float:
+    """Returns when a file was written; 0 if it is missing."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

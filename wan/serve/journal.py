@@ -305,7 +305,7 @@ class Journal:
                 self.update_job(job, state="failed", error=error, ended=time.time())
                 failed_jobs.append(job)
             else:
-                self.update_job(job, state="queued", done=0, preview_step=0)
+                self.update_job(job, state="queued", done=job.steps_before, preview_step=0)
         return failed_jobs
 
     # Jobs in memory.

@@ -65,9 +65,12 @@ class Metrics:
         self._stored = Gauge("wan_stored_bytes", "Size of all jobs' files", **kwargs)
 
     def count_event(self, event: str, job: ServiceJob | None, record: dict[str, Any]) -> None:
-        """Counts an event: "created", "completed", "failed", "deleted" or "restart"."""
+        """Counts an event: "created", "video", "completed", "failed", "deleted" or "restart"."""
         if event == "restart":
             self._restarts.inc()
+            return
+        if event == "video" and job is not None:
+            self._count_video(job, record)
             return
         self._jobs.labels(event).inc()
         if job is None or event not in ("completed", "failed"):
@@ -79,11 +82,14 @@ class Metrics:
         if event == "failed":
             return
         self._seconds.observe(job.seconds or 0.0)
+
+    def _count_video(self, job: ServiceJob, record: dict[str, Any]) -> None:
+        """Adds the measurements of the record of a video."""
         stages = record.get("seconds", {})
         for stage, seconds in stages.items():
             self._stages.labels(stage).observe(seconds)
         if job.total and "denoising" in stages:
-            self._steps.observe(stages["denoising"] / job.total)
+            self._steps.observe(stages["denoising"] * job.num_outputs / job.total)
         reused, texts = record.get("texts", (0, 0))
         self._texts.labels("cache").inc(reused)
         self._texts.labels("encoder").inc(texts - reused)
@@ -105,7 +111,7 @@ class Metrics:
         counts = service.journal.count_states()
         self._queue.set(counts.get("queued", 0))
         self._running.set(counts.get("in_progress", 0))
-        self._ahead.set(service.estimate_wait())
+        self._ahead.set(service.estimates.estimate_wait())
         self._ready.set(float(service.rank_group.ready))
         self._webhooks_left.set(service.journal.count_tasks("webhook"))
         self._store_left.set(service.journal.count_tasks("store"))

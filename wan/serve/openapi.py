@@ -16,6 +16,7 @@ _KEY = {
     "description": "A repeated request with this key gets the video of the first one.",
 }
 _URLS = ("image_url", "video_url", "audio_url", "url")
+_STATES = ("queued", "in_progress", "completed", "failed")
 _VARIANTS = {"enum": ["video", "thumbnail", "spritesheet", "preview"]}
 _NUMBER, _TEXT = {"type": "number"}, {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
@@ -71,9 +72,7 @@ def _list_paths(request: RequestSchema) -> dict[str, Schema]:
             "parameters": [_ID],
             "get": _operation("getVideo", "Return a video", video, ("404",)),
             "delete": _operation(
-                "deleteVideo",
-                "Delete a video, or cancel it",
-                _answer("Deleted.", "DeletedVideo"),
+                "deleteVideo", "Delete a video, or cancel it", _answer("Deleted.", "DeletedVideo"),
                 ("404",),
             ),
         },
@@ -83,7 +82,7 @@ def _list_paths(request: RequestSchema) -> dict[str, Schema]:
                 "getContent", "Download a video or a picture of it", _file("video/mp4"),
                 ("400", "404", "410", "416"),
             )
-            | {"parameters": [_query("variant", _VARIANTS)]},
+            | {"parameters": [_query("variant", _VARIANTS), _query("index", _COUNT)]},
         },
         "/v1/videos/{id}/events": {
             "parameters": [_ID],
@@ -112,7 +111,9 @@ def _list_paths(request: RequestSchema) -> dict[str, Schema]:
                     "application/json": {
                         "schema": {
                             "type": "object",
-                            "properties": {"prompt": request.properties["prompt"]},
+                            "properties": {
+                                name: request.properties[name] for name in ("prompt", "webhook_url")
+                            },
                             "required": ["prompt"],
                         }
                     }
@@ -264,7 +265,7 @@ def _list_video_properties() -> dict[str, Schema]:
         "id": _TEXT,
         "object": {"const": "video"},
         "model": _TEXT,
-        "status": {"enum": ["queued", "in_progress", "completed", "failed"]},
+        "status": {"enum": [*_STATES]},
         "progress": _COUNT | {"maximum": 100},
         "created_at": _COUNT,
         "completed_at": _nullable(_COUNT),
@@ -280,6 +281,19 @@ def _list_video_properties() -> dict[str, Schema]:
         "guidance": _nullable({"type": "object", "additionalProperties": _NUMBER}),
         "steps": {"type": "array", "items": _COUNT, "minItems": 2, "maxItems": 2},
         "attempt": _COUNT,
+        "data": {
+            "type": "array",
+            "description": "each video of the request",
+            "items": _make_object(
+                {
+                    "index": _COUNT,
+                    "seed": _nullable({"type": "integer"}),
+                    "status": {"enum": [*_STATES]},
+                    "file_name": _nullable(_TEXT),
+                    "url": _nullable(_TEXT),
+                }
+            ),
+        },
         "request": {"type": "object", "description": "the fields of the request without files"},
         "inputs": {
             "type": "object",

@@ -29,7 +29,7 @@ def make_picture(video: Path, variant: str, num_frames: int) -> Path:
     Raises:
         OSError, ValueError: The video was deleted or cannot be read.
     """
-    path = video.with_name(f"{variant}.jpg")
+    path = make_picture_path(video, variant)
     with _WRITE_LOCK:  # concurrent requests create it once
         if not path.exists():
             _write_picture(video, path, variant, num_frames)
@@ -39,6 +39,11 @@ def make_picture(video: Path, variant: str, num_frames: int) -> Path:
                 video.parent.rmdir()
             raise FileNotFoundError(video)
     return path
+
+
+def make_picture_path(video: Path, variant: str) -> Path:
+    """Returns the path of a JPEG of a video, such as `thumbnail-1.jpg` of `video-1.mp4`."""
+    return video.with_name(video.name.replace("video", variant)).with_suffix(".jpg")
 
 
 def _write_picture(video: Path, path: Path, variant: str, num_frames: int) -> None:

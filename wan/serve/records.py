@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from wan.app.run import PATH_SETTINGS
 from wan.checkpoint.headers import read_json
 from wan.serve.fields import FOLDER, UPLOADS
-from wan.serve.folders import JOB_ID
+from wan.serve.folders import JOB_ID, make_output_stem
 from wan.serve.journal import Journal
 from wan.serve.rows import ServiceJob
 from wan.settings.errors import InputError
@@ -30,7 +32,7 @@ def restore_finished_jobs(jobs: Path, journal: Journal) -> None:
     Args:
         jobs: The parent of the jobs' folders.
     """
-    finished_jobs = []
+    finished_jobs, num_restored = [], 0
     for folder in jobs.iterdir():
         is_folder = JOB_ID.fullmatch(folder.name) and not folder.is_symlink() and folder.is_dir()
         state = journal.get_state(folder.name) if is_folder else "none"
@@ -38,30 +40,75 @@ def restore_finished_jobs(jobs: Path, journal: Journal) -> None:
             finished_jobs.append(job)
     for job in sorted(finished_jobs, key=lambda job: job.created):
         open_job = journal.get(job.id)
+        num_restored += open_job is None or job.outputs_done != open_job.outputs_done
         if open_job is None:
             journal.restore_job(job)
             continue
-        changes = {"state": "completed", "done": open_job.total, "ended": job.ended}
-        journal.update_job(open_job, **changes, seconds=job.seconds, bytes=job.bytes)
-    if finished_jobs:
+        changes: dict[str, Any] = {"outputs_done": job.outputs_done, "seconds": job.seconds}
+        if job.outputs_done == open_job.num_outputs:
+            changes |= {"state": "completed", "done": open_job.total, "ended": job.ended}
+        elif job.outputs_done == open_job.outputs_done:
+            continue
+        else:
+            changes["attempt"] = 1
+        journal.update_job(open_job, **changes, bytes=job.bytes)
+    if num_restored:
         message = "%d finished videos were restored from their records in %s."
-        logger.warning(message, len(finished_jobs), jobs)
+        logger.warning(message, num_restored, jobs)
 
 
-def read_finished_job(folder: Path) -> ServiceJob | None:
-    """Returns the completed job of a folder; None unless it has a whole video and a record."""
-    video, record = folder / "video.mp4", folder / "video.json"
-    if not (
-        is_output(video, VIDEO_KIND) and _is_complete_mp4(video) and is_output(record, RECORD_KIND)
-    ):
-        return None
-    try:
-        job = _make_completed_job(folder.name, read_json(record))
+def list_stored_jobs(jobs: Path, journal: Journal) -> list[ServiceJob]:
+    """Returns the jobs that are missing in the journal and have records, but no local videos.
+
+    Their videos are in a store, unless someone has removed them.
+    """
+    folders = (path for path in jobs.iterdir() if JOB_ID.fullmatch(path.name))
+    unlisted = (path for path in folders if journal.get_state(path.name) is None)
+    without_video = (path for path in unlisted if not any(path.glob("*.mp4")))
+    stored_jobs = (read_finished_job(path, is_stored=True) for path in without_video)
+    return sorted(filter(None, stored_jobs), key=lambda job: job.created)
+
+
+def read_finished_job(folder: Path, is_stored: bool = False) -> ServiceJob | None:
+    """Returns the job of a folder with its complete videos; None without any.
+
+    is_stored: The videos are not in the folder, only their records.
+    """
+    job: ServiceJob | None = None
+    for index in count():
+        output = _read_finished_output(folder, index, is_stored)
+        if output is None:
+            break
+        job = output if job is None else _merge_output(job, output)
+    if job is not None:
         job.bytes = sum(path.stat().st_size for path in folder.rglob("*"))
-        return job
+    return job
+
+
+def _read_finished_output(folder: Path, index: int, is_stored: bool) -> ServiceJob | None:
+    """Returns a job with one of the videos of a folder; None unless that is complete."""
+    video = folder / f"{make_output_stem(index)}.mp4"
+    record = video.with_suffix(".json")
+    try:
+        is_complete = is_stored or (is_output(video, VIDEO_KIND) and _is_complete_mp4(video))
+        if is_complete and is_output(record, RECORD_KIND):
+            return _make_completed_job(folder.name, read_json(record))
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError, OSError):
         logger.debug("%s is not a record of a job.", record, exc_info=True)
-        return None
+    return None
+
+
+def _merge_output(job: ServiceJob, output: ServiceJob) -> ServiceJob:
+    """Returns a job with a further video."""
+    return replace(
+        job,
+        settings=job.settings | {"base_seed": [*job.seeds, *output.seeds]},
+        ended=output.ended,
+        done=job.done + output.done,
+        total=job.total + output.total,
+        seconds=(job.seconds or 0.0) + (output.seconds or 0.0),
+        outputs_done=job.outputs_done + 1,
+    )
 
 
 def _make_completed_job(name: str, record: Mapping[str, Any]) -> ServiceJob:
@@ -69,7 +116,8 @@ def _make_completed_job(name: str, record: Mapping[str, Any]) -> ServiceJob:
     settings, video = record["settings"], record["video"]
     seconds = sum(_parse_bounded_number(value) for value in record["seconds"].values())
     ended = datetime.fromisoformat(record["run"]["date"]).timestamp()
-    steps = int(record.get("start", settings).get("steps") or settings.get("sample_steps") or 0)
+    steps = record.get("start", record).get("steps") or record.get("forwards")
+    steps = int(steps or settings.get("sample_steps") or 0)
     steps *= int(settings.get("num_clip") or 1)
     low, high = map(_parse_bounded_number, settings["sample_guide_scale"])
     has_two = record.get("boundary") is not None
@@ -83,6 +131,7 @@ def _make_completed_job(name: str, record: Mapping[str, Any]) -> ServiceJob:
         attempt=1,
         done=steps,
         total=steps,
+        outputs_done=1,
         seconds=seconds,
         frames=int(_parse_bounded_number(video["frames"], 1)),
         fps=_parse_bounded_number(video["fps"], 0.001),

@@ -20,6 +20,7 @@ from wan.tasks.base import TASKS
 
 Schema = dict[str, Any]
 TITLES = {
+    "n": "Videos",
     "num_frames": "Frames",
     "num_inference_steps": "Steps",
     "flow_shift": "Shift",
@@ -41,6 +42,7 @@ TITLES = {
     "src_video": "Source video",
     "src_ref_images": "Reference images",
     "ode": "ODE",
+    "sigmas": "Noise table",
 }
 """Field -> its title, where that is not its name."""
 DATA_URL: Schema = {"type": "string", "pattern": "^data:.*;base64,"}
@@ -116,8 +118,8 @@ def make_request_fields(job: ServiceJob) -> dict[str, Any]:
         values |= {} if is_single else {"guidance_low": low}
     if "size" in values:
         values["size"] = str(values["size"]).replace("*", "x")
-    if "seed" in values:
-        values["seed"] = int(values["seed"])  # text in jobs of earlier versions
+    if job.seeds:
+        values["seed"] = job.seeds if job.num_outputs > 1 else job.seeds[0]
     return values | ({"priority": job.priority} if job.priority else {})
 
 
@@ -148,7 +150,13 @@ def _list_settings(run: Run) -> dict[str, Schema]:
     if run.params.task.has_fixed_fps:
         properties["fps"] |= {"const": properties["fps"]["default"]}
     del properties["sample_guide_scale"]  # an alias of the guidance fields
-    properties["seed"]["default"] = -1
+    properties["seed"] |= {
+        "type": ["integer", "array"],
+        "default": -1,
+        "items": dict(FLAGS["base_seed"].reader.schema),
+        "minItems": 1,
+        "maxItems": fields.MAX_OUTPUTS,
+    }
     properties["size"]["examples"] = [size.replace("*", "x") for size in preset.trained_sizes]
     return properties
 
@@ -217,6 +225,8 @@ def _list_computed_fields(run: Run, models: Sequence[str]) -> dict[str, Schema]:
     low, high = run.params.sample_guide_scale
     properties: dict[str, Schema] = {
         "model": {"enum": [*models], "default": models[0], "description": "name of the model"},
+        "n": dict(fields.read_count.schema)
+        | {"default": 1, "description": "number of videos, with this seed and the next ones"},
         "priority": dict(integer(-100, 100).schema)
         | {"default": 0, "description": "videos of higher priority run first"},
         "webhook_url": {
@@ -260,10 +270,11 @@ def _list_aliases(properties: Mapping[str, Schema], run: Run) -> dict[str, Schem
         for alias, field in aliases.items()
     }
     side = dict(integer(1, 100_000).schema)
-    entries |= {"width": side, "height": side}
+    entries |= {"width": side, "height": side, fields.COUNTS[1]: properties["n"]}
     if not run.params.task.upload_names:
         entries["aspect_ratio"] = {"type": "string", "pattern": r"^\d+:\d+$", "examples": ["16:9"]}
         entries["short_edge"] = side
+    aliases[fields.COUNTS[1]] = "n"
     aliases |= dict.fromkeys(
         ("width", "height", "aspect_ratio", "short_edge") & entries.keys(), "size"
     )

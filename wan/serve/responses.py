@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -35,7 +35,7 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
         "created_at": int(job.created),
         "completed_at": int(job.ended) if job.state == "completed" and job.ended else None,
         "expires_at": None,
-        "file_name": f"{job.id}.mp4" if job.state == "completed" else None,
+        "file_name": make_file_name(job, 0) if job.state == "completed" else None,
         "media_type": "video/mp4",
         "quality": "default",
         "error": job.error,
@@ -45,7 +45,7 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
         "size": f"{job.width}x{job.height}",
         "num_frames": job.frames,
         "fps": job.fps,
-        "seed": _read_seed(job),
+        "seed": next(iter(job.seeds), None),
         "guidance": job.guidance or None,
         "lora": job.settings.get("video_lora"),
         "steps": [job.done, job.total],
@@ -57,24 +57,62 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
             for field, paths in service.files.list_inputs(job, service.folder_files).items()
         },
     }
+    records = [
+        select_record_fields(service.files.read_record(job, index))
+        for index in range(job.num_completed)
+    ]
+    video["data"] = [_make_output_object(job, index, records) for index in range(job.num_outputs)]
     if not job.is_ended:
-        position, seconds = service.estimate_end(job)
+        position, seconds = service.estimates.estimate_end(job)
         seconds_left = None if seconds is None else round(seconds, 1)
         video |= {"queue_position": position, "seconds_left": seconds_left}
     days = service.limits.keep_days
     if days is not None and job.ended is not None:
         video["expires_at"] = int(job.ended + 86400 * days)
     if job.state == "completed":
-        video |= {"inference_time_s": job.seconds} | select_record_fields(
-            service.files.read_record(job)
-        )
+        video |= {"inference_time_s": job.seconds} | merge_record_fields(records)
     return video
 
 
-def _read_seed(job: ServiceJob) -> int | None:
-    """Returns the seed of a job; earlier versions stored it as the client wrote it."""
-    seed = job.settings.get("base_seed")
-    return None if seed is None else int(seed)
+def make_file_name(job: ServiceJob, index: int, suffix: str = ".mp4") -> str:
+    """Returns the name under which clients save a file of one of the videos of a job."""
+    return f"{job.id}-{index}{suffix}" if index else f"{job.id}{suffix}"
+
+
+def _make_output_object(
+    job: ServiceJob, index: int, records: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the description of one of the videos of a job.
+
+    records: The record fields of the complete videos.
+    """
+    is_complete = index < len(records)
+    status = "completed" if is_complete else job.state
+    if status == "in_progress" and index > len(records):
+        status = "queued"
+    return {
+        "index": index,
+        "seed": job.seeds[index] if job.seeds else None,
+        "status": status,
+        "file_name": make_file_name(job, index) if is_complete else None,
+        "url": f"/v1/videos/{job.id}/content?index={index}" if is_complete else None,
+        **(records[index] if is_complete else {}),
+    }
+
+
+def merge_record_fields(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the record fields of a job: sums of seconds, and the largest memory.
+
+    records: Those of its videos, from `select_record_fields`.
+    """
+    if len(records) == 1:
+        return dict(records[0])
+    durations: dict[str, float] = {}
+    for record in records:
+        for stage, seconds in (record["stage_durations"] or {}).items():
+            durations[stage] = durations.get(stage, 0.0) + seconds
+    peaks = [record["peak_memory_mb"] for record in records if record["peak_memory_mb"]]
+    return {"stage_durations": durations or None, "peak_memory_mb": max(peaks, default=None)}
 
 
 def select_record_fields(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,10 +26,16 @@ from wan.serve.events import MAX_LISTENERS, JobEvents
 from wan.serve.journal import ServiceJob
 from wan.serve.metrics import Metrics
 from wan.serve.repeats import RefusedError, hash_request
-from wan.serve.responses import make_gone_error, make_video_object, select_record_fields
+from wan.serve.responses import (
+    make_file_name,
+    make_gone_error,
+    make_video_object,
+    select_record_fields,
+)
 from wan.serve.service import Service
 from wan.serve.store import Store
 from wan.serve.stored_files import make_stored_response, read_stored_file
+from wan.serve.webhook_hosts import read_url
 from wan.settings.values import integer
 
 _POLL_SECONDS = 1.0  # seconds; shortest polling interval of clients and of the synchronous routes
@@ -112,21 +118,23 @@ class Routes:
 
     async def content(self, request: Request) -> Response:
         job = self._service.find_job(request.path_params["id"])
-        variant = request.query_params.get("variant", "video")
-        if variant not in ("video", "thumbnail", "spritesheet", "preview"):
-            allowed = "video, thumbnail, spritesheet or preview"
-            raise RefusedError(f"variant must be {allowed}.", param="variant")
+        variant, index = _read_variant(request)
+        if index is not None and index >= job.num_outputs:
+            message = f"This request has {job.num_outputs} videos; index starts with 0."
+            raise RefusedError(message, 404, "not_found", "index")
         if variant == "preview":
-            return await self._make_preview_response(request, job)
-        if job.state != "completed":
+            return await self._make_preview_response(request, job, index)
+        index = index or 0
+        if index >= job.num_completed:
             why = "has failed" if job.state == "failed" else "is not done yet"
             raise RefusedError(f"The video {why}; see its status.", 404, "not_ready", "video_id")
-        path, media_type = self._service.files.video_path(job), "video/mp4"
+        path, media_type = self._service.files.video_path(job, index), "video/mp4"
         if variant != "video":
-            path, media_type = path.with_name(f"{variant}.jpg"), "image/jpeg"
+            path, media_type = pictures.make_picture_path(path, variant), "image/jpeg"
             if job.store_state != "stored":
-                path = await self._load_picture(job, variant)
-        headers = {"content-disposition": f'inline; filename="{job.id}{path.suffix}"'}
+                path = await self._load_picture(job, variant, index)
+        name = make_file_name(job, index, path.suffix)
+        headers = {"content-disposition": f'inline; filename="{name}"'}
         answer = await self._send_file(request, job, path, media_type, headers)
         if _matches_etag(request, answer.headers["etag"]):
             names = {"etag", "last-modified"} & {*answer.headers}
@@ -186,11 +194,12 @@ class Routes:
             raise make_gone_error("is in a store, which needs --store")
         return self._store
 
-    async def _make_preview_response(self, request: Request, job: ServiceJob) -> Response:
+    async def _make_preview_response(
+        self, request: Request, job: ServiceJob, index: int | None
+    ) -> Response:
         """Answers with the newest preview, which is read at once since it may be replaced."""
-        path = self._service.files.preview_path(job)
         try:
-            content = await asyncio.to_thread(path.read_bytes)
+            content = await asyncio.to_thread(self._service.files.read_preview, job, index)
         except OSError as error:
             self._service.find_job(job.id)
             message = "This video has no preview now; ask for previews with preview: true."
@@ -201,13 +210,13 @@ class Routes:
             return Response(status_code=304, headers=headers)
         return Response(content, media_type="image/jpeg", headers=headers)
 
-    async def _load_picture(self, job: ServiceJob, variant: str) -> Path:
+    async def _load_picture(self, job: ServiceJob, variant: str, index: int) -> Path:
         """Returns the path of a JPEG of a video.
 
         Raises:
             RefusedError: The video is damaged or was deleted meanwhile.
         """
-        path = self._service.files.video_path(job)
+        path = self._service.files.video_path(job, index)
         try:
             return await asyncio.to_thread(pictures.make_picture, path, variant, job.frames)
         except (OSError, ValueError, RuntimeError) as error:
@@ -231,17 +240,20 @@ class Routes:
 
     async def remix(self, request: Request) -> Response:
         body = {k: v for k, v in (await read_body(request)).items() if v is not None}
+        url = body.pop("webhook_url", None)
         if {*body} != {"prompt"} or not isinstance(body["prompt"], str):
-            raise RefusedError("A remix takes a prompt and nothing else.", param="prompt")
+            message = "A remix takes a prompt, a webhook_url, and nothing else."
+            raise RefusedError(message, param="prompt")
         fields.check_prompt(body["prompt"])
+        url = None if url is None else read_url(url)
         key = _read_idempotency_key(request)
-        job = await self._service.remix(request.path_params["id"], body["prompt"], *key)
+        job = await self._service.remix(request.path_params["id"], body["prompt"], url, *key)
         self._service.waiters.claim(job)
         return self._make_video_response(job)
 
     async def sync(self, request: Request) -> Response:
         """Answers with the video; its job is cancelled when the last client disconnects."""
-        job, is_existing = await self._create_job(request, await read_body(request))
+        job, is_existing = await self._create_job(request, await read_body(request), 1)
         job = await self._wait_for_job(request, job, is_existing)
         record = select_record_fields(self._service.files.read_record(job))
         headers = {
@@ -263,7 +275,7 @@ class Routes:
             raise RefusedError(message, param="response_format")
         if body.pop("output_format", "mp4") not in ("mp4", "auto"):
             raise RefusedError("output_format must be mp4 or auto.", param="output_format")
-        job = await self._wait_for_job(request, *await self._create_job(request, body))
+        job = await self._wait_for_job(request, *await self._create_job(request, body, 1))
         path = self._service.files.video_path(job)
         if job.store_state == "stored":
             return await self._send_stored_generation(job, form)
@@ -310,7 +322,7 @@ class Routes:
             "running": counts.get("in_progress", 0),
             "reason": None if state == "ok" else problem or service.rank_group.trouble,
             "restarts": service.rank_group.restarts,
-            "seconds_ahead": round(service.estimate_wait(), 1),
+            "seconds_ahead": round(service.estimates.estimate_wait(), 1),
         }
         return JSONResponse(answer, 200 if state == "ok" else 503)
 
@@ -318,9 +330,14 @@ class Routes:
         content, media_type = self._metrics.render(self._service)
         return Response(content, media_type=media_type)
 
-    async def _create_job(self, request: Request, body: dict[str, Any]) -> tuple[ServiceJob, bool]:
+    async def _create_job(
+        self, request: Request, body: dict[str, Any], max_outputs: int = fields.MAX_OUTPUTS
+    ) -> tuple[ServiceJob, bool]:
         digest = hash_request(body)
         parsed_request = fields.parse_request(body, self._service.startup_run, self._service.models)
+        if parsed_request.num_outputs > max_outputs:
+            message = "This route answers with one video; ask for several with POST /v1/videos."
+            raise RefusedError(message, param="n")
         return await self._service.create(parsed_request, digest, *_read_idempotency_key(request))
 
     async def _wait_for_job(
@@ -354,10 +371,26 @@ class Routes:
     def _make_video_response(self, job: ServiceJob) -> Response:
         headers = {}
         if not job.is_ended:
-            wait = self._service.estimate_wait(queued_job=job) if job.state == "queued" else 0.0
+            is_queued = job.state == "queued"
+            wait = self._service.estimates.estimate_wait(queued_job=job) if is_queued else 0.0
             milliseconds = int(1000 * min(max(wait / 2, _POLL_SECONDS), 60))
             headers["openai-poll-after-ms"] = str(milliseconds)
         return JSONResponse(make_video_object(self._service, job), headers=headers)
+
+
+def _read_variant(request: Request) -> tuple[str, int | None]:
+    """Returns which file of a video is requested, and of which one of several videos.
+
+    A number as the variant is the index of a video, as SGLang reads it.
+    """
+    query = request.query_params
+    variant, index = query.get("variant", "video"), query.get("index")
+    if variant.isdecimal() and index is None:
+        variant, index = "video", variant
+    if variant not in ("video", "thumbnail", "spritesheet", "preview"):
+        allowed = "video, thumbnail, spritesheet or preview"
+        raise RefusedError(f"variant must be {allowed}.", param="variant")
+    return variant, None if index is None else integer(0, 10_000)("index", index)
 
 
 def _drop_ignored_range(request: Request) -> None:

@@ -21,17 +21,18 @@ class ServiceJob:
     """A job of the journal; times are seconds since 1970.
 
     Attributes:
-        settings: Setting -> raw value, with the seed.
+        settings: Setting -> raw value, with the seed, or a list of the seeds of several videos.
         state: queued, in_progress, completed, failed or deleted.
         priority: Jobs of higher priority run first.
-        attempt: Number of started attempts.
-        done, total: Denoising steps.
+        attempt: Number of started attempts of the video in progress.
+        outputs_done: Videos of the job that are complete, in the order of the seeds.
+        done, total: Denoising steps of all its videos.
         preview_step: Steps done at the newest preview; 0: there is none.
         error: {"code": ..., "message": ...} of a failed job.
         shape: JSON of latent shape, steps, branches, clips and LoRAs, if any; equal for jobs that
             take the same time and need no other weights.
-        work: Tokens of the network times steps times branches.
-        seconds: Duration from start to end.
+        work: Tokens of the network times steps times branches, of one video.
+        seconds: Duration from start to end, of the complete videos together.
         guidance: Expert -> guidance scale.
         remixed_from: Id of the job whose settings were copied.
         digest: SHA-256 of the request.
@@ -43,6 +44,8 @@ class ServiceJob:
         webhook_sent: The last state whose event was delivered or given up.
         store_state: "uploading" from the start of an upload, "stored" once --store has the video.
         stage: Present stage of a running job; not in the journal.
+        output_started: Start of its present video unless that is the first one of an attempt; not
+            in the journal.
     """
 
     id: str
@@ -75,7 +78,9 @@ class ServiceJob:
     webhook_url: str | None = None
     webhook_sent: str = ""
     store_state: str = ""
+    outputs_done: int = 0
     stage: str = field(default="", metadata={"in_journal": False})
+    output_started: float = field(default=0.0, metadata={"in_journal": False})
 
     @property
     def is_ended(self) -> bool:
@@ -94,6 +99,35 @@ class ServiceJob:
             return self.store_state != ""
         return self.state == "completed" and self.store_state != "stored"
 
+    @property
+    def seeds(self) -> list[int]:
+        """The seed of each video; earlier versions stored it as the client wrote it."""
+        seeds = self.settings.get("base_seed")
+        if seeds is None:
+            return []
+        return [int(seed) for seed in (seeds if isinstance(seeds, list) else [seeds])]
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of videos."""
+        return max(len(self.seeds), 1)
+
+    @property
+    def num_completed(self) -> int:
+        """Number of complete videos; earlier versions did not count the only one."""
+        return self.num_outputs if self.state == "completed" else self.outputs_done
+
+    @property
+    def steps_before(self) -> int:
+        """Denoising steps of the complete videos."""
+        return self.total // self.num_outputs * self.outputs_done
+
+    def make_output_settings(self, index: int) -> dict[str, Any]:
+        """Returns the settings of one of the videos."""
+        if not isinstance(self.settings.get("base_seed"), list):
+            return self.settings
+        return self.settings | {"base_seed": self.seeds[index]}
+
     def set_sizes(self, run: Run) -> None:
         """Sets frames, fps, sizes, steps, guidance, shape and work from the run."""
         params = run.params
@@ -103,7 +137,7 @@ class ServiceJob:
             self.frames = sum(map(params.count_clip_frames, range(clips)))
         self.fps, (self.width, self.height) = float(run.output.fps), params.video_size
         num_steps = len(params.step_range)
-        self.total = num_steps * clips
+        self.total = num_steps * clips * self.num_outputs
         low, high = params.sample_guide_scale
         has_two = params.boundary is not None
         self.guidance = {"high_noise": high, "low_noise": low} if has_two else {"dit": low}
@@ -121,7 +155,8 @@ class ServiceJob:
         second attempt, since the job may have caused the loss of the ranks.
         """
         clips = json.loads(self.shape)[3]
-        return self.attempt == 0 and int(clips) == 1
+        max_attempt = 1 if self.state == "in_progress" else 0
+        return self.attempt <= max_attempt and int(clips) == 1
 
 
 COLUMNS = tuple(

@@ -173,6 +173,9 @@ def serve_requests(
     if secret is not None:
         webhooks = Webhooks(service, secret, service.limits.webhook_hosts, metrics.count_webhook)
         service.background_tasks.append(webhooks.run)
+    if store is None and (stored := service.list_stored_jobs()):
+        message = "%d videos have only a record here; --store lists those that it has."
+        logger.warning(message, len(stored))
     if store is not None:
         service.background_tasks.append(StoreUploads(service, store, metrics.count_store).run)
     application = app.make_app(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 import secrets
 import time
@@ -15,9 +14,15 @@ from typing import Any
 
 from wan.app import resolve
 from wan.app.run import Run
-from wan.pipeline import memory_estimate
 from wan.serve import fields, records
-from wan.serve.estimates import Estimates
+from wan.serve.batches import (
+    choose_batch_size,
+    choose_first_job,
+    list_next_outputs,
+    make_output_id,
+    parse_output_id,
+)
+from wan.serve.estimates import Estimates, describe_planned_memory
 from wan.serve.fields import FIELD_NAMES, FOLDER, ParsedRequest
 from wan.serve.folders import JOB_ID, remove_orphaned_folders
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
@@ -30,10 +35,6 @@ from wan.serve.waiters import Waiters
 from wan.serve.webhook_hosts import NO_HOSTS, WebhookHosts
 from wan.settings.errors import InputError, is_disk_full, name_settings
 from wan.settings.flags import read_settings
-from wan.utils.log import logger
-
-_MAX_SAMPLES = 200  # completed jobs from which durations are estimated
-_MAX_OVERTAKES = 4  # how often a job may be overtaken by a later job with the last job's shape
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Limits:
     """Limits of the service.
 
     Attributes:
-        queue: Queued jobs.
+        queue: Videos of queued jobs.
         pixels: Pixels of all frames of a video.
         prompt: Characters of a prompt.
         cached_prompts: Prompts whose embeddings stay in host memory.
@@ -69,6 +70,7 @@ class Service:
         files: The files of the jobs.
         startup_run: The run that the ranks were started with.
         loras: The LoRAs that requests may name.
+        estimates: Durations of jobs, and waiting times.
         models: Names of the model in the HTTP interface; the first is that of responses.
         stopping: Whether the service is stopping and refuses requests.
         background_tasks: Further coroutine functions that run until the service ends.
@@ -116,10 +118,11 @@ class Service:
             timeout,
         )
         self._running: dict[str, ServiceJob] = {}
+        self._batch: dict[str, int] = {}  # video of the ranks' batch -> its steps done
+        self._errors: dict[str, dict[str, str]] = {}  # running job -> error of one of its videos
         self._repeats = RepeatedRequests(self.journal)
         self.waiters = Waiters(self._delete_unawaited_job)
-        self._estimates = Estimates(self.journal.list_completed(_MAX_SAMPLES))
-        self._queue_estimate: tuple[object, dict[str, tuple[int, float]], float] = (None, {}, 0.0)
+        self.estimates = Estimates(self.journal, self._running)
         self._last_shape = ""  # `ServiceJob.shape` of the batch that was started last
         self._loading_seconds = 0.0  # to load the weights for one batch
         self._max_batch_size = limits.batch_size if _can_group_by_expert(run) else 1
@@ -158,41 +161,49 @@ class Service:
         Raises:
             RefusedError: The request is refused.
         """
-        if parsed_request.webhook_url is not None:
-            self.limits.webhook_hosts.check_url(parsed_request.webhook_url)
+        self.limits.webhook_hosts.check_url(parsed_request.webhook_url)
         earlier = self._repeats.find_duplicate(digest, key, is_retry)
         if earlier is not None:
             return earlier, True
         return await self._admit_or_record_failure(parsed_request, digest, key, is_retry)
 
     async def remix(
-        self, job_id: str, prompt: str, key: str | None = None, is_retry: bool = False
+        self,
+        job_id: str,
+        prompt: str,
+        webhook_url: str | None = None,
+        key: str | None = None,
+        is_retry: bool = False,
     ) -> ServiceJob:
         """Queues a copy of a job: the same settings, seed and files, a new prompt for all clips.
 
-        `key` and `is_retry` are as in `create`.
+        Args:
+            webhook_url: Gets the events of the copy. That of the job may be another client's.
+            key, is_retry: As in `create`.
         """
-        digest = hash_request({"remix": job_id, "prompt": prompt})
+        url = {} if webhook_url is None else {"webhook_url": webhook_url}
+        digest = hash_request({"remix": job_id, "prompt": prompt} | url)
+        self.limits.webhook_hosts.check_url(webhook_url)
         earlier = self._repeats.find_duplicate(digest, key, is_retry)
         if earlier is not None:
             return earlier
         job = self.find_job(job_id)
         try:
-            request = await asyncio.to_thread(self._copy_request, job, prompt)
+            request = await asyncio.to_thread(self._copy_request, job, prompt, webhook_url)
         except OSError as error:  # deleted meanwhile
             message = f"The files of the video {job.id} are gone."
             raise RefusedError(message, 404, "not_found", "video_id") from error
         self.find_job(job_id)
         return (await self._admit_or_record_failure(request, digest, key, is_retry, job.id))[0]
 
-    def _copy_request(self, job: ServiceJob, prompt: str) -> ParsedRequest:
-        """Returns the request of a job with another prompt."""
+    def _copy_request(self, job: ServiceJob, prompt: str, webhook_url: str | None) -> ParsedRequest:
+        """Returns the request of a job with another prompt and webhook."""
         settings = {name: x for name, x in job.settings.items() if name != "clip_prompts"}
         if "clip_prompts" in job.settings:
             settings["num_clip"] = len(job.settings["clip_prompts"])
-        return ParsedRequest(
-            settings | {"prompt": prompt}, self.files.read_uploads(job), job.priority, job.names
-        )
+        settings["prompt"] = prompt
+        files = self.files.read_uploads(job)
+        return ParsedRequest(settings, files, job.priority, job.names, webhook_url)
 
     async def _admit_or_record_failure(
         self,
@@ -221,12 +232,13 @@ class Service:
 
     def delete(self, job: ServiceJob) -> None:
         """Deletes a job, its files and its prompts; cancels it if it is running."""
-        is_running = job.state == "in_progress"
         self.journal.delete(job)
         self.waiters.claim(job)
-        if is_running:  # the ranks still write to its folder
-            self.rank_group.cancel(job.id)
-        else:
+        outputs = self._list_batch_outputs(job)
+        for output_id in outputs:  # the ranks still write to its folder
+            self.rank_group.cancel(output_id)
+        if not outputs:
+            self._running.pop(job.id, None)
             self.files.remove_all(job)
         self._on_event("deleted", job, {})
         self._signal_change()
@@ -238,53 +250,13 @@ class Service:
             raise RefusedError(f"There is no video {job_id[:100]!r}.", 404, "not_found", "video_id")
         return self._running.get(job.id, job)
 
+    def list_stored_jobs(self) -> list[ServiceJob]:
+        """Returns the jobs missing in the journal whose videos are in a store."""
+        return records.list_stored_jobs(self.files.jobs, self.journal)
+
     async def wait_for_change(self) -> None:
         """Waits for the next change of any job."""
         await self._change_event.wait()
-
-    def estimate_seconds(self, job: ServiceJob) -> float | None:
-        """Returns the estimated duration of a job in seconds; None before any job was completed."""
-        return self._estimates.estimate_seconds(job)
-
-    def estimate_wait(self, queued_job: ServiceJob | None = None) -> float:
-        """Returns the seconds until a queued job starts; None: until the queue is empty."""
-        now = time.time()
-        running = [job for job in self._running.values() if job.state == "in_progress"]
-        planned = sum(self.estimate_seconds(job) or 0.0 for job in running)
-        started_at = min((job.started or now for job in running), default=now)
-        ahead, total = self._estimate_queue()
-        waiting = total if queued_job is None else ahead.get(queued_job.id, (0, total))[1]
-        return max(planned - (now - started_at), 0.0) + waiting
-
-    def estimate_end(self, job: ServiceJob) -> tuple[int | None, float | None]:
-        """Returns the queued jobs before a queued job, and the seconds until its video is complete.
-
-        None: the job has started; nothing is known about the seconds.
-        """
-        estimate = self.estimate_seconds(job)
-        if job.state == "queued":
-            position = self._estimate_queue()[0].get(job.id, (None,))[0]
-            return position, None if estimate is None else self.estimate_wait(job) + estimate
-        elapsed = time.time() - (job.started or time.time())
-        if estimate is None:
-            if not job.done:
-                return None, None
-            estimate = elapsed / job.done * job.total
-        return None, max(estimate - elapsed, 0.0)
-
-    def _estimate_queue(self) -> tuple[dict[str, tuple[int, float]], float]:
-        """Returns each queued job's position and estimated seconds before it, and of the queue.
-
-        The sums are cached until the queue or the estimates change.
-        """
-        version = (self.journal.version, self._estimates.version)
-        if self._queue_estimate[0] != version:
-            ahead, seconds = {}, 0.0
-            for position, job in enumerate(self.journal.list_in_state("queued")):
-                ahead[job.id] = position, seconds
-                seconds += self.estimate_seconds(job) or 0.0
-            self._queue_estimate = version, ahead, seconds
-        return self._queue_estimate[1:]
 
     # Start, stop and ranks.
 
@@ -311,15 +283,12 @@ class Service:
         await self.rank_group.stop()
         for job in self._running.values():
             if job.state == "in_progress":
-                attempt = max(job.attempt - 1, 0)
-                self.journal.update_job(
-                    job, state="queued", done=0, preview_step=0, attempt=attempt
-                )
-                self.files.remove_attempt(job)
+                self._requeue(job, attempt=max(job.attempt - 1, 0))
 
     def _handle_message(self, message: dict[str, Any]) -> None:
         """Handles a message of the ranks."""
-        message_type, job = message["is"], self._running.get(message.get("job", ""))
+        message_type, output_id = message["is"], message.get("job", "")
+        job = self._running.get(parse_output_id(output_id)[0])
         if message_type == "ready":
             self._start_next_jobs()
         elif message_type == "ended":
@@ -327,114 +296,149 @@ class Service:
         elif job is None:
             return
         elif message_type == "step":
-            job.done, job.total = message["done"], message["total"]
+            self._batch[output_id] = message["done"]
+            job.total = message["total"] * job.num_outputs
+            steps = (self._batch[output] for output in self._list_batch_outputs(job))
+            job.done = job.steps_before + sum(steps)
         elif message_type == "stage":
             job.stage = message["stage"]
         elif message_type == "preview":  # of the step in progress
             job.preview_step = min(job.done + 1, job.total)
         elif message_type == "done":
             self._loading_seconds = message["loading"]
-            self._finish_job(job, message["texts"], message["seconds"])
+            self._finish_output(job, output_id, message["texts"], message["seconds"])
         elif message_type == "failed" and not (self.stopping and message["code"] == "cancelled"):
-            self._end_without_video(job, message["code"], message["message"])
+            self._fail_output(job, output_id, message["code"], message["message"])
         self._signal_change()
 
+    def _list_batch_outputs(self, job: ServiceJob) -> list[str]:
+        """Returns the videos of a job that the ranks make at present."""
+        return [output for output in self._batch if parse_output_id(output)[0] == job.id]
+
     def _start_next_jobs(self) -> None:
-        """Sends the next jobs to the ranks if they are idle."""
-        if self._running or self.stopping or not self.rank_group.ready:
+        """Sends the next videos to the ranks if they are idle: first those of a started job."""
+        if self._batch or self.stopping or not self.rank_group.ready:
             return
+        started = [job for job in self._running.values() if job.state == "in_progress"]
         waiting = self.journal.list_in_state("queued")
-        if not waiting:
+        if not started and not waiting:
             return
-        first = waiting[0]
-        peers = [job for job in waiting if job.priority == first.priority]
-        if first.shape != self._last_shape and first.passed < _MAX_OVERTAKES:
-            first = next((job for job in peers if job.shape == self._last_shape), first)
-        for job in waiting[: waiting.index(first)]:
+        first = started[0] if started else choose_first_job(waiting, self._last_shape)
+        for job in () if started else waiting[: waiting.index(first)]:
             self.journal.update_job(job, passed=job.passed + 1)
-        chosen = [first]
-        if first.can_share_experts:
-            partners = [job for job in peers if job.id != first.id and job.can_share_experts]
-            chosen += partners[: self._choose_batch_size(first, 1 + len(partners)) - 1]
-        self._last_shape, now, commands = first.shape, time.time(), []
-        for job in chosen:
-            changes = {"state": "in_progress", "started": now, "attempt": job.attempt + 1}
-            self.journal.update_job(job, **changes, done=0, stage="")
-            self._running[job.id] = job
-            files = self.files.list_uploads(job)
-            file = str(self.files.video_path(job).absolute())
-            commands.append({"job": job.id, "settings": job.settings | files, "file": file})
-        self.rank_group.make_videos(commands, {job.id: job.shape for job in chosen})
+        outputs = list_next_outputs(first, [*started, *waiting])
+        seconds = self.estimates.estimate_video_seconds(first)
+        size = choose_batch_size(seconds, self._loading_seconds, len(outputs), self._max_batch_size)
+        self._send_outputs(outputs[:size])
 
-    def _choose_batch_size(self, job: ServiceJob, waiting: int) -> int:
-        """Returns the batch size that minimizes the mean waiting time.
+    def _send_outputs(self, outputs: Sequence[tuple[ServiceJob, int]]) -> None:
+        """Sends videos of jobs to the ranks, and starts the jobs that have not been started."""
+        self._last_shape, now, commands = outputs[0][0].shape, time.time(), []
+        for job, index in outputs:
+            job.stage = ""
+            if job.state == "queued":
+                changes = {"state": "in_progress", "started": now, "attempt": job.attempt + 1}
+                self.journal.update_job(job, **changes, done=job.steps_before)
+                self._running[job.id] = job
+            elif not self._list_batch_outputs(job):
+                job.output_started = now
+            output_id = make_output_id(job, index)
+            self._batch[output_id] = 0
+            settings = job.make_output_settings(index) | self.files.list_uploads(job)
+            file = str(self.files.video_path(job, index).absolute())
+            commands.append({"job": output_id, "settings": settings, "file": file})
+        shapes = {make_output_id(job, index): job.shape for job, index in outputs}
+        self.rank_group.make_videos(commands, shapes)
 
-        A batch of n jobs takes n times the seconds of a job plus the loading time once, and all its
-        jobs end with the last one.
-        """
-        estimate = self.estimate_seconds(job)
-        if estimate is None:
-            return 1
-        job_seconds = max(estimate - self._loading_seconds, 0.0)
-
-        def all_waits(n: int) -> float:
-            waits = end = 0.0
-            for start in range(0, waiting, n):
-                count = min(n, waiting - start)
-                end += count * job_seconds + self._loading_seconds
-                waits += count * end
-            return waits
-
-        return min(range(1, min(self._max_batch_size, waiting) + 1), key=all_waits)
-
-    def _finish_job(self, job: ServiceJob, prompt_counts: Sequence[int], seconds: float) -> None:
-        """Marks a job as completed.
+    def _finish_output(
+        self, job: ServiceJob, output_id: str, prompt_counts: Sequence[int], seconds: float
+    ) -> None:
+        """Counts a complete video of a job.
 
         Args:
             prompt_counts: Number of prompts with cached embeddings, and number of all prompts.
-            seconds: Duration of the job if run alone.
+            seconds: Duration of the video if it is made alone.
         """
-        if job.state == "deleted" or not self.files.video_path(job).exists():
-            self._end_without_video(job, "internal_error", "The file of the video is missing.")
+        index = parse_output_id(output_id)[1]
+        if job.state == "deleted" or not self.files.video_path(job, index).exists():
+            message = "The file of the video is missing."
+            self._fail_output(job, output_id, "internal_error", message)
             return
-        del self._running[job.id]
-        num_bytes = self.files.count_bytes(job)
-        changes = {"state": "completed", "ended": time.time(), "seconds": seconds}
-        self.journal.update_job(job, **changes, done=job.total, bytes=num_bytes)
-        self._estimates.add(job)
-        self._on_event("completed", job, self.files.read_record(job) | {"texts": prompt_counts})
+        if job.id not in self._errors:
+            self.estimates.add(job, seconds)
+            record = self.files.read_record(job, index) | {"texts": prompt_counts}
+            self._on_event("video", job, record)
+            changes = {"outputs_done": index + 1, "bytes": self.files.count_bytes(job)}
+            if index + 1 < job.num_outputs:  # attempts are counted for each video
+                changes |= {"attempt": 1, "preview_step": 0}
+            self.journal.update_job(job, **changes, seconds=(job.seconds or 0.0) + seconds)
+        self._end_output(job, output_id)
+
+    def _fail_output(self, job: ServiceJob, output_id: str, code: str, message: str) -> None:
+        """Notes the error of a video of a job, and cancels the other ones."""
+        if job.num_outputs > 1:
+            number = parse_output_id(output_id)[1] + 1
+            message = f"Video {number} of {job.num_outputs}: {message}"
+        if job.id not in self._errors:
+            self._errors[job.id] = {"code": code, "message": message}
+            for other in self._list_batch_outputs(job):
+                if other != output_id:
+                    self.rank_group.cancel(other)
+        self._end_output(job, output_id)
+
+    def _end_output(self, job: ServiceJob, output_id: str) -> None:
+        """Ends a job if this was its last video, and starts the next videos."""
+        self._batch.pop(output_id, None)
+        if not self._list_batch_outputs(job):
+            error = self._errors.pop(job.id, None)
+            if error is not None:
+                self._end_without_video(job, **error)
+            elif job.outputs_done == job.num_outputs:
+                self._running.pop(job.id, None)
+                self.journal.update_job(job, state="completed", ended=time.time(), done=job.total)
+                self._on_event("completed", job, {})
         self._start_next_jobs()
 
     def _end_without_video(self, job: ServiceJob, code: str, message: str) -> None:
-        """Ends a job that has failed or was deleted, and starts the next jobs."""
+        """Ends a job that has failed or was deleted; its complete videos stay if it has failed."""
         self._running.pop(job.id, None)
         if job.state == "deleted":
             self.files.remove_all(job)
-        else:
-            self.files.remove_attempt(job, keep_clips=False)
-            if code == "out_of_memory":
-                message = f"{message} {self._describe_planned_memory(job)}".strip()
-            error = {"code": code, "message": message}
-            changes = {"state": "failed", "ended": time.time(), "error": error}
-            self.journal.update_job(job, **changes, preview_step=0)
-            self._on_event("failed", job, {})
-        self._start_next_jobs()
+            return
+        self.files.remove_attempt(job, keep_clips=False)
+        if code == "out_of_memory":
+            need = describe_planned_memory(lambda: self._resolve_run(job))
+            message = f"{message} {need}".strip()
+        error = {"code": code, "message": message}
+        changes = {"state": "failed", "ended": time.time(), "error": error}
+        self.journal.update_job(job, **changes, preview_step=0)
+        self._on_event("failed", job, {})
+
+    def _requeue(self, job: ServiceJob, **changes: Any) -> None:
+        """Queues a running job again, from its first video that is not complete."""
+        self.files.remove_attempt(job)
+        changes |= {"state": "queued", "done": job.steps_before, "preview_step": 0}
+        self.journal.update_job(job, **changes, output_started=0.0)
 
     def _handle_ranks_end(self, message: Mapping[str, Any]) -> None:
         """Requeues the running jobs after the ranks have ended, or fails them."""
         self._on_event("restart", None, {})
         if self.stopping:
             return
-        jobs, self._running = [*self._running.values()], {}
+        jobs, num_outputs = [*self._running.values()], len(self._batch)
+        self._running.clear()
+        self._batch.clear()
         for job in jobs:
-            is_cause = message["code"] in ("out_of_memory", "disk_full") and len(jobs) == 1
+            is_cause = message["code"] in ("out_of_memory", "disk_full") and num_outputs == 1
+            error = self._errors.pop(job.id, None)
+            if error is None and (is_cause or job.attempt >= MAX_ATTEMPTS):
+                error = {"code": message["code"], "message": message["message"]}
             if job.state == "deleted":
                 self.files.remove_all(job)
-            elif is_cause or job.attempt >= MAX_ATTEMPTS:
-                self._end_without_video(job, message["code"], message["message"])
+            elif error is not None:
+                self._end_without_video(job, **error)
             else:
-                self.files.remove_attempt(job)
-                self.journal.update_job(job, state="queued", done=0, preview_step=0)
+                self._requeue(job)
 
     def _signal_change(self) -> None:
         self._change_event.set()
@@ -453,7 +457,7 @@ class Service:
         Other requests are handled while the files are written and checked. If a retry with the same
         key was queued meanwhile, its job is returned.
         """
-        self._check_queue()
+        self._check_queue(parsed_request.num_outputs)
         lock_timeout = None if self.journal.problem is None else 0.0
         if not await self.journal.save(lock_timeout, check_file=True):
             raise self._make_journal_refusal()
@@ -462,7 +466,7 @@ class Service:
         id_prefix = f"video_{self._replica_name}_" if self._replica_name else "video_"
         job = ServiceJob(
             id_prefix + secrets.token_hex(12),
-            {"base_seed": random.SystemRandom().randrange(10**10)} | parsed_request.settings,
+            {"base_seed": fields.draw_seed()} | parsed_request.settings,
             priority=parsed_request.priority,
             created=time.time(),
             model=self.models[0],
@@ -480,7 +484,7 @@ class Service:
             async with self._admission_lock:
                 earlier = self._repeats.find_duplicate(digest, key, is_retry)
                 if earlier is None:
-                    self._check_queue()
+                    self._check_queue(job.num_outputs)
                     job.created = time.time()
                     await self.journal.add(job)
         except BaseException as error:
@@ -506,18 +510,24 @@ class Service:
         if self.stopping:
             raise RefusedError("The service is stopping.", 503, "stopping", retry_after=30)
 
-    def _check_queue(self) -> None:
-        """Refuses a request if the service stops or the queue is full."""
+    def _check_queue(self, num_outputs: int) -> None:
+        """Refuses a request if the service stops or the queue has no place for its videos."""
         self.refuse_when_stopping()
-        waiting = self.journal.count_states().get("queued", 0)
-        if waiting >= self.limits.queue:
-            message = f"The queue is full with {waiting} jobs; try later."
-            raise RefusedError(message, 429, "queue_full", retry_after=self.estimate_wait() or 30)
+        most = self.limits.queue
+        if num_outputs > max(most, 1):
+            message = f"The queue takes {most} videos; ask for fewer than {num_outputs}."
+            raise RefusedError(message, param="n")
+        waiting = sum(job.num_outputs for job in self.journal.list_in_state("queued"))
+        if waiting + num_outputs > most:
+            message = f"The queue is full with {waiting} videos; try later."
+            raise RefusedError(
+                message, 429, "queue_full", retry_after=self.estimates.estimate_wait() or 30
+            )
 
     def _resolve_run(self, job: ServiceJob) -> Run:
         """Resolves the run of a job as the ranks will, and checks the limits."""
         with name_settings(fields.make_field_naming(job.names)):
-            settings = read_settings(job.settings | self.files.list_uploads(job))
+            settings = read_settings(job.make_output_settings(0) | self.files.list_uploads(job))
             run = self._resolve_settings(settings)
         params = run.params
         prompts = params.clip_prompts or (params.prompt,)
@@ -553,18 +563,6 @@ class Service:
             files = self.folder_files
             param = next((name for name in files if files[name] in error.why), next(iter(files)))
         return RefusedError(message, param=param)
-
-    def _describe_planned_memory(self, job: ServiceJob) -> str:
-        """Returns a sentence with the planned peak memory of a job; "" if planning fails."""
-        try:
-            run = self._resolve_run(job)
-            sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
-            stages = memory_estimate.compute_stage_memory(run.setup, run.params, sizes).values()
-            peak_bytes = max(usage.total() for usage in stages)
-            return f"The estimated need is {peak_bytes / 1e9:.1f} GB on each rank."
-        except Exception:  # it is only a hint
-            logger.debug("no plan", exc_info=True)
-            return ""
 
     async def _delete_old_jobs(self) -> None:
         """Deletes expired jobs, and the oldest jobs above the quota, every ten seconds."""

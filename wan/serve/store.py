@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from wan.serve import pictures
 from wan.serve.connections import RareMessages
-from wan.serve.folders import STORED_FILES, remove_job_files
+from wan.serve.folders import list_output_files, make_output_stem, remove_job_files
 from wan.serve.journal import ServiceJob
 from wan.serve.retries import RetryQueue, call_in_thread
 from wan.serve.service import Service
@@ -240,7 +240,25 @@ class StoreUploads:
 
     async def run(self) -> None:
         """Uploads and removes videos until it is cancelled."""
+        await self._restore_jobs()
         await self._queue.run()
+
+    async def _restore_jobs(self) -> None:
+        """Adds the stored videos whose jobs are missing in the journal, by their local records."""
+        num_restored, journal = 0, self._service.journal
+        for job in self._service.list_stored_jobs():
+            try:
+                names = [make_output_stem(index) for index in range(job.num_outputs)]
+                sizes = [await self._store.get_size(job.id, f"{name}.mp4") for name in names]
+            except StoreError as error:
+                logger.error("Stored videos are not listed before the next start: %s", error)
+                return
+            if None not in sizes and journal.get_state(job.id) is None:
+                job.store_state = "stored"
+                journal.restore_job(job)
+                num_restored += 1
+        if num_restored:
+            logger.warning("%d stored videos were restored from their records.", num_restored)
 
     async def _update_store(self, job_id: str) -> bool:
         """Uploads or removes the files of a job once; returns whether that is done."""
@@ -263,12 +281,12 @@ class StoreUploads:
     async def _upload(self, job: ServiceJob) -> None:
         """Uploads the files of a completed job, and later removes its local video."""
         journal, folder = self._service.journal, self._service.files.job_folder(job)
-        video = self._service.files.video_path(job)
         journal.update_ended(job.id, store_state="uploading")
         if not await journal.save():  # a deleted job whose upload is not recorded would stay
             raise StoreError("the journal cannot be written")
-        files = await call_in_thread(_list_files_to_store, video, job.frames)
-        if not video.exists():
+        videos = [self._service.files.video_path(job, i) for i in range(job.num_outputs)]
+        files = await call_in_thread(_list_files_to_store, videos, job.frames)
+        if not any(video.exists() for video in videos):
             if journal.get(job.id) is not None:
                 logger.error("The video of %s is gone and was not uploaded.", job.id)
                 journal.update_ended(job.id, store_state="stored")
@@ -284,15 +302,21 @@ class StoreUploads:
 
     def _remove_local(self, job: ServiceJob) -> None:
         """Removes the local files that are in the store, but for the record, which is small."""
-        names = {*STORED_FILES} - {"video.json"}
+        names = {n for i in range(job.num_outputs) for n in list_output_files(i)[:-1]}
         remove_job_files(self._service.files.job_folder(job), lambda name: name not in names)
 
 
-def _list_files_to_store(video: Path, num_frames: int) -> list[str]:
-    """Makes the pictures of a video; returns the names of its files, the record last."""
-    for variant in ("thumbnail", "spritesheet"):
-        try:
-            pictures.make_picture(video, variant, num_frames)
-        except (OSError, ValueError, RuntimeError) as error:
-            logger.debug("%s has no %s (%s)", video, variant, error)
-    return [name for name in STORED_FILES if (video.parent / name).is_file()]
+def _list_files_to_store(videos: Sequence[Path], num_frames: int) -> list[str]:
+    """Makes the pictures of the videos of a job; returns the names of all files.
+
+    The record of the first video is the last one.
+    """
+    names: list[str] = []
+    for index, video in reversed([*enumerate(videos)]):
+        for variant in ("thumbnail", "spritesheet"):
+            try:
+                pictures.make_picture(video, variant, num_frames)
+            except (OSError, ValueError, RuntimeError) as error:
+                logger.debug("%s has no %s (%s)", video, variant, error)
+        names += [name for name in list_output_files(index) if (video.parent / name).is_file()]
+    return names

@@ -29,8 +29,10 @@ class WebhookHosts:
     names: frozenset[str] = frozenset()
     networks: tuple[Network, ...] = ()
 
-    def check_url(self, url: str) -> None:
-        """Refuses the URL of a request if its host is not allowed."""
+    def check_url(self, url: str | None) -> None:
+        """Refuses the URL of a request, if it has one, if its host is not allowed."""
+        if url is None:
+            return
         if not self.names and not self.networks:
             why, remedy = "is not allowed by this service", "start it with --webhook_hosts"
             raise InputError("webhook_url", why=why, remedy=remedy)

@@ -245,8 +245,8 @@ def check_attention_request(
     start, refresh = attention.resolve_sparse_start_step(steps), attention.mask_refresh_interval
     if attention.use_rainfusion and start >= steps:
         why = (
-            f"would begin at step {start}, but there are {steps} (`sample_steps`), so it has no "
-            "effect"
+            f"would begin at step {start}, but there are {steps} (from `sample_steps`), so it has "
+            "no effect"
         )
         raise InputError("`use_rainfusion`", None, why, "lower `sparse_start_step`")
     if attention.use_rainfusion and refresh > 1 and start == steps - 1:

@@ -136,6 +136,7 @@ FOREIGN_NAMES = {
     **{flag.keyword: name for name, flag in FLAGS.items() if flag.keyword},
     **{flag.diffusers: name for name, flag in FLAGS.items() if isinstance(flag.diffusers, str)},
     **dict.fromkeys(("steps", "infer_steps", "num_steps"), "sample_steps"),
+    **dict.fromkeys(("sampler", "sampler_name"), "sample_solver"),
     **dict.fromkeys(("height", "width", "resolution"), "size"),
     **dict.fromkeys(("frames", "video_length"), "frame_num"),
     **dict.fromkeys(("output", "out", "output_path", "output_dir", "save_path"), "save_file"),

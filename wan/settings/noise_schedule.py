@@ -1,13 +1,15 @@
 """Noise schedules: sigma, timestep and expert of each step. Pure Python.
 
 Legend: N steps. sigma is the share of noise in the latents; the model gets timestep = 1000 sigma.
+A step of two forward passes is two steps here, so that caches, records and progress count each.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import atan, cos, sin
+from math import atan, cos, sin, sqrt
 
+from wan.settings.noise_tables import NOISE_TABLES, OFFICIAL_TABLE
 from wan.settings.presets import TRAIN_TIMESTEPS
 from wan.settings.solvers import SOLVERS
 from wan.settings.video_options import VideoSettings
@@ -55,7 +57,7 @@ def make_noise_schedule(params: VideoSettings, steps: int | None = None) -> Nois
         levels = [sin(angle) / (sin(angle) + cos(angle)) for angle in angles]
         model_timesteps = tuple(TRAIN_TIMESTEPS * sigma for sigma in levels)
     else:
-        levels = compute_sigmas(solver, num_steps, params.sample_shift)
+        levels = compute_sigmas(solver, num_steps, params.sample_shift, params.sigmas)
         model_timesteps = compute_timesteps(solver, levels)
     experts = [select_expert(timestep, params.boundary) for timestep in model_timesteps]
     if params.boundary_step is not None:
@@ -68,9 +70,39 @@ def make_noise_schedule(params: VideoSettings, steps: int | None = None) -> Nois
         first = len(experts) - experts.count("low_noise")
     if params.refine:
         experts = ["low_noise"] * len(experts)
-    return NoiseSchedule(
+    schedule = NoiseSchedule(
         (*levels[first:], 0.0), model_timesteps[first:], tuple(experts[first:]), first
     )
+    return schedule if SOLVERS[solver].forwards_per_step == 1 else _add_midpoints(schedule)
+
+
+def _add_midpoints(schedule: NoiseSchedule) -> NoiseSchedule:
+    """Adds the second forward pass of each step but the last one."""
+    sigmas, timesteps, experts = list[float](), list[float](), list[str]()
+    for index, expert in enumerate(schedule.experts):
+        sigma, next_sigma = schedule.sigmas[index : index + 2]
+        midpoint = [sqrt(sigma * next_sigma)] if next_sigma else []
+        sigmas += [sigma, *midpoint]
+        timesteps += [schedule.timesteps[index], *(TRAIN_TIMESTEPS * s for s in midpoint)]
+        experts += [expert] * (1 + len(midpoint))
+    first = 2 * schedule.first_step
+    return NoiseSchedule((*sigmas, 0.0), tuple(timesteps), tuple(experts), first)
+
+
+def make_schedule_notices(params: VideoSettings, num_forwards: int) -> tuple[str, ...]:
+    """Describes a schedule whose forward passes, of one branch, are not its `sample_steps`."""
+    solver, steps = params.sample_solver, params.sample_steps
+    if SOLVERS[solver].forwards_per_step > 1:
+        return (
+            f"`sample_solver={solver}`: {steps} steps are {num_forwards} forward passes, which "
+            "progress, step caches and traces count.",
+        )
+    if num_forwards < steps:
+        return (
+            f"`sigmas={params.sigmas}` has only {num_forwards} different sigmas for {steps} steps; "
+            f"so there are {num_forwards} steps.",
+        )
+    return ()
 
 
 def count_noise_samples(params: VideoSettings) -> int:
@@ -80,10 +112,19 @@ def count_noise_samples(params: VideoSettings) -> int:
     return sum(sigma > 0 for sigma in make_noise_schedule(params).sigmas)
 
 
-def compute_sigmas(solver: str, steps: int, shift: float) -> list[float]:
-    """Computes shifted sigmas [N] in the official order of operations, for bitwise equality."""
+def compute_sigmas(
+    solver: str, steps: int, shift: float, table: str = OFFICIAL_TABLE
+) -> list[float]:
+    """Computes shifted sigmas [N] in the official order of operations, for bitwise equality.
+
+    Other noise tables start at the solver's first sigma, too, and may have fewer than N sigmas.
+    """
     start = SOLVERS[solver].start_sigma
-    ratios = [index * (-start / steps) + start for index in range(steps)]
+    if table == OFFICIAL_TABLE:
+        ratios = [index * (-start / steps) + start for index in range(steps)]
+    else:
+        levels = (level / TRAIN_TIMESTEPS for level in NOISE_TABLES[table](steps))
+        ratios = [start, *(level for level in levels if level < start - 0.5 / TRAIN_TIMESTEPS)]
     return [shift * ratio / (1 + (shift - 1) * ratio) for ratio in ratios]
 
 

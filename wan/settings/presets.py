@@ -29,12 +29,13 @@ SPEECH_NEGATIVE_PROMPT = (
 TRAIN_TIMESTEPS = 1000
 FACE_BLOCK_INTERVAL = 5  # blocks per face adapter, which runs after the first of these blocks
 FACE_SIZE = 512  # pixels of a side of the face video
+SKIPPED_BLOCK = 9  # of Animate-2's network, in the unconditional branch
 VACE_CONTEXT_CHANNELS = 96  # of VACE: kept and changed latents (16 each) and the mask (64)
 MAX_POSITIONS = 1024  # rotary positions per axis in the official networks
 
 SIZES = {
     f"{w}*{h}": (w, h)
-    for a, b in ((1280, 720), (832, 480), (1280, 704), (1024, 704))
+    for a, b in ((1280, 720), (832, 480), (1280, 704), (1024, 704), (800, 640))
     for w, h in ((b, a), (a, b))
 }
 
@@ -61,6 +62,8 @@ class Preset:
         num_clip_vision_images: Number of images that the CLIP vision encoder encodes.
         needs_audio_encoder: Whether the checkpoint contains wav2vec2.
         has_image_tokens: Whether self-attention also has tokens of an image.
+        has_reference_kv: Whether tokens also attend to those of a reference video, by a second call
+            of the kernel whose result is merged by log-sum-exp.
         sample_shift_480p: `sample_shift` at 832*480 and 480*832; None: `sample_shift`.
         rcm_sigma: First noise-to-data ratio of the solver rcm.
         diffusers_shift: `flow_shift` of the published diffusers scheduler.
@@ -96,6 +99,7 @@ class Preset:
     num_clip_vision_images: int = 0
     needs_audio_encoder: bool = False
     has_image_tokens: bool = False
+    has_reference_kv: bool = False
     negative_prompt: str = NEGATIVE_PROMPT
     sample_shift_480p: float | None = None
     rcm_sigma: float = 80.0
@@ -263,6 +267,26 @@ PRESETS = {
             tiny_settings=_TINY_CLIP,  # the size is that of the pose video
         ),
         Preset(
+            task="animate2-14B",
+            kind="animate2",
+            folder="Wan2.2-Animate-2-14B",
+            in_dim=36,
+            config_json={"model_type": None},
+            has_image_tokens=True,
+            has_reference_kv=True,
+            sample_steps=40,
+            sample_shift=5.0,
+            sample_guide_scale=(3.0, 3.0),
+            size=(640, 800),
+            trained_sizes=("640*800", "800*640", "720*1280", "1280*720"),
+            fps=24,
+            num_clip_vision_images=1,
+            negative_prompt="",
+            diffusers_shift=5.0,
+            sharded=False,
+            tiny_num_layers=SKIPPED_BLOCK + 1,
+        ),
+        Preset(
             task="vace-1.3B",
             kind="vace",
             folder="Wan2.1-VACE-1.3B",
@@ -320,6 +344,8 @@ EXAMPLE_PROMPTS = {
     "i2v": "The scene comes gently to life: a soft breeze, drifting light, and a slow push-in of "
     "the camera while the subject turns towards the viewer.",
     "animate": "视频中的人在做动作",  # the official default
+    "animate2": "A person in a plain room moves as in the driving video, soft even light, the "
+    "camera still at eye level.",
     "s2v": "A person speaks to the camera, the head and the shoulders moving lightly with the "
     "words, soft daylight from a window.",
     "vace": "A red fox trots through fresh snow at dawn, its breath steaming in the cold air, "

@@ -68,6 +68,12 @@ RECIPES = {
         ("t2v-1.3B", "t2v-14B", "t2v-A14B", "i2v-A14B"),
         r"TurboWan2\.[12]|rCM[-_]Wan|Wan2\.[12].*rCM",
     ),
+    # Wan-AI/Wan2.2-Animate-2-14B-Distilled-Diffusers; its config.json has no log_scale.
+    "animate2-10step": Recipe(
+        {"sample_solver": "dpm++", "sample_steps": 10, "sample_shift": 5.0, "log_scale": -1.3},
+        ("animate2-14B",),
+        r"(?i)animate[-_]?2.*distill",
+    ),
     # vita-video-gen/svi-model: as in its authors' command line
     "svi-2-pro": Recipe(
         {
@@ -89,8 +95,8 @@ _OTHER_SVI = re.compile(r"(?i)^SVI[_-]")
 RECIPE_NAMES = ("auto", "none", *RECIPES)
 RECIPE_SETTINGS = (
     *("sample_solver", "sample_steps", "sample_shift", "sample_guide_scale"),
-    *("timesteps", "boundary_step", "ode", "sigma_max"),
-    "chain",
+    *("sigmas", "timesteps", "boundary_step", "ode", "sigma_max"),
+    *("chain", "log_scale"),
 )
 """Flags that a recipe may set."""
 
@@ -217,14 +223,15 @@ def merge_defaults(user_settings: Mapping[str, Any], defaults: Mapping[str, Any]
         if name not in defaults or defaults[name] != value
     }
     stale = set()
-    if {"sample_solver", "sample_steps", "sample_shift"} & changed:
+    if {"sample_solver", "sample_steps", "sample_shift", "sigmas"} & changed:
         stale |= {"timesteps"}
     if {"sample_steps", "timesteps"} & changed:
         stale |= {"boundary_step"}
     if "timesteps" in changed:
-        stale |= {"sample_steps", "sample_shift"}
+        stale |= {"sample_steps", "sample_shift", "sigmas"}
     if "prompt" in changed:
         stale |= {"clip_prompts"}
-    if user_settings.get("sample_solver", "rcm") != "rcm":
-        stale |= {"ode", "sigma_max"}
+    if "sample_solver" in user_settings:
+        is_rcm = user_settings["sample_solver"] == "rcm"
+        stale |= {"sigmas"} if is_rcm else {"ode", "sigma_max"}
     return {**{key: value for key, value in defaults.items() if key not in stale}, **user_settings}

@@ -13,6 +13,7 @@ from typing import Any
 
 from wan.settings.attention_modes import CHUNKED_MODES
 from wan.settings.errors import InputError
+from wan.settings.noise_tables import OFFICIAL_TABLE
 from wan.settings.solvers import SOLVERS_OF_ANY_TIMESTEPS
 from wan.settings.values import join_with_or
 
@@ -98,7 +99,7 @@ USER_SETTING_RULES = (
     ),
     *(
         make_conflict_rule("timesteps", name, "already sets all steps", f"drop it, or `{name}`")
-        for name in ("sample_shift", "sample_steps")
+        for name in ("sample_shift", "sample_steps", "sigmas")
     ),
     make_conflict_rule("prompt", "clip_prompts", "is replaced by `clip_prompts`"),
     make_conflict_rule(
@@ -219,6 +220,9 @@ def _make_unconverted_rules(
     )
 
 
+_RETURNS_NO_LSE = (
+    "returns no log-sum-exp, by which {task} merges the attention to its reference video"
+)
 PIPELINE_RULES = (
     make_conflict_rule(
         "convert_model_dtype",
@@ -270,6 +274,25 @@ PIPELINE_RULES = (
         "drop it",
         lambda s: s.has_image_tokens,
     ),
+    Rule(
+        ("fa_quant=fp8",),
+        _RETURNS_NO_LSE,
+        "drop it",
+        lambda s: s.has_reference_kv,
+    ),
+    Rule(
+        ("dense_kernel",),
+        _RETURNS_NO_LSE,
+        "drop it",
+        lambda s: s.has_reference_kv and not s.dense_kernel.has_lse,
+        "{dense_kernel.setting}",
+    ),
+    Rule(
+        ("compile",),
+        "is not supported for {task}, whose blocks attend to a reference video",
+        "drop it",
+        lambda s: s.has_reference_kv,
+    ),
 )
 """Rules for the settings of a pipeline."""
 
@@ -318,6 +341,12 @@ SAMPLING_RULES = (
         "has no effect on `sample_solver={sample_solver}`, which computes them from `sample_shift`",
         f"use {join_with_or(SOLVERS_OF_ANY_TIMESTEPS)}, or drop `timesteps`",
         lambda s: not s.solver.takes_any_timesteps,
+    ),
+    Rule(
+        ("sigmas", "sample_solver=rcm"),
+        "has no effect on `sample_solver=rcm`, which has sigmas of its own",
+        when=lambda s: s.sigmas != OFFICIAL_TABLE,
+        subject="`sigmas={sigmas}`",
     ),
     Rule(
         ("sample_solver=rcm",),

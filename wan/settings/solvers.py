@@ -16,10 +16,12 @@ class Solver:
 
     Attributes:
         help: Description for `--help` and the documentation.
-        factory: Class that computes the steps, as "module:name": a diffusers scheduler or, with
-            `adds_noise`, a class that is built from the sigmas and a function that samples noise.
+        factory: Class that computes the steps, as "module:name": a diffusers scheduler, or a
+            `wan.pipeline.scheduler.SigmaSolver`.
         scheduler_kwargs: Keyword arguments of the diffusers scheduler for flow prediction.
         adds_noise: Whether new noise is added between steps.
+        forwards_per_step: Forward passes of a step, 1 or 2; the last step has one. The second one
+            is at the geometric mean of the step's two sigmas, by the step's expert.
         start_sigma: First sigma before the shift.
         truncates_timesteps: Whether timesteps are truncated to integers, as in the official code.
         takes_any_timesteps: Whether --timesteps can replace its noise schedule.
@@ -29,19 +31,20 @@ class Solver:
     factory: str
     scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
     adds_noise: bool = False
+    forwards_per_step: int = 1
     start_sigma: float = 1.0
     truncates_timesteps: bool = False
     takes_any_timesteps: bool = False
 
 
 _FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 1.0}
+_BELOW_ONE = 0.9990000128746033  # the float32 value of 1 - 1/1000, where training starts
 SOLVERS = {
-    # UniPC starts at the float32 value of 1 - 1/1000, as training does.
     "unipc": Solver(
         "official, multistep (default)",
         "diffusers:UniPCMultistepScheduler",
         _FLOW,
-        start_sigma=0.9990000128746033,
+        start_sigma=_BELOW_ONE,
         truncates_timesteps=True,
     ),
     "dpm++": Solver(
@@ -63,6 +66,36 @@ SOLVERS = {
         "stochastic, of rCM's few steps",
         "wan.pipeline.scheduler:Renoise",
         adds_noise=True,
+        takes_any_timesteps=True,
+    ),
+    "lcm": Solver(
+        "stochastic, of LCM's few steps (as dmd)",
+        "wan.pipeline.scheduler:Renoise",
+        adds_noise=True,
+        takes_any_timesteps=True,
+    ),
+    "euler_ancestral": Solver(
+        "stochastic, first order",
+        "wan.pipeline.ancestral:AncestralEuler",
+        adds_noise=True,
+        takes_any_timesteps=True,
+    ),
+    "dpm++_sde": Solver(
+        "stochastic, multistep",
+        "wan.pipeline.sde:SdeDpmSolver",
+        {**_FLOW, "algorithm_type": "sde-dpmsolver++"},
+        adds_noise=True,
+        start_sigma=_BELOW_ONE,
+    ),
+    "res_multistep": Solver(
+        "second order, multistep",
+        "wan.pipeline.exponential:ExponentialMultistep",
+        takes_any_timesteps=True,
+    ),
+    "res_2s": Solver(
+        "second order, two forward passes a step",
+        "wan.pipeline.exponential:ExponentialMidpoint",
+        forwards_per_step=2,
         takes_any_timesteps=True,
     ),
 }

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from wan.settings import values
 from wan.settings.fields import REQUIRED, command_option, load_option, option
+from wan.settings.noise_tables import NOISE_TABLES, OFFICIAL_TABLE
 from wan.settings.presets import TASKS_OF_KIND, TRAIN_TIMESTEPS, Preset
 from wan.settings.solvers import SOLVERS, SOLVERS_OF_ANY_TIMESTEPS
 from wan.settings.values import choice, integer, real, switch
 
 Size = tuple[int, int]
 """(width, height) in pixels."""
+_ANIMATE = (*TASKS_OF_KIND["animate"], *TASKS_OF_KIND["animate2"])
 _VIDEO_TO_VIDEO = (*TASKS_OF_KIND["t2v"], *TASKS_OF_KIND["ti2v"])
 MAX_REFERENCE_IMAGES = 16  # of `src_ref_images`; each adds a latent frame
 
@@ -47,6 +49,12 @@ class Sampling:
         keyword="shift",
         diffusers="flow_shift",
         checkpoint=True,
+    )
+    sigmas: str = option(
+        OFFICIAL_TABLE,
+        choice(OFFICIAL_TABLE, *NOISE_TABLES),
+        "noise table that --sample_shift shifts; official (default): equal steps; simple, beta, "
+        "beta57: as in ComfyUI, beta and beta57 with more steps at both ends",
     )
     timesteps: tuple[float, ...] | None = option(
         None,
@@ -104,10 +112,11 @@ class VideoSettings(Sampling):
             single network.
         image_size: (width, height) of the first image after EXIF rotation, or of VACE's source
             video; None without one.
-        infer_frames, num_clip, chain, clip_prompts, start_from_ref, refert_num, replace_flag: None
-            for tasks that do not use them.
+        infer_frames, num_clip, chain, clip_prompts, start_from_ref, refert_num, replace_flag,
+            log_scale: None for tasks that do not use them.
         fps: Frames per second of the task's training videos.
-        num_source_frames: Frames of Animate's pose video; None: the frames of all clips.
+        num_source_frames: Frames of Animate's pose video, or of Animate-2's driving video; None:
+            the frames of all clips.
         num_reference_images: Number of VACE's reference images, each one latent frame before the
             latents of the video.
         has_source_video: Whether denoising starts from a video, which is encoded.
@@ -160,11 +169,11 @@ class VideoSettings(Sampling):
     num_clip: int | None = option(
         None,
         integer(1, 10_000),
-        "number of clips (i2v-A14B; default 1); for s2v and animate the maximum (default: as long "
-        "as the audio or pose video)",
+        "number of clips (i2v-A14B; default 1); for s2v, animate and animate2 the maximum "
+        "(default: as long as the audio or video)",
         keyword="num_repeat",
         alias="clips",
-        tasks=("i2v-A14B", *TASKS_OF_KIND["s2v"], *TASKS_OF_KIND["animate"]),
+        tasks=("i2v-A14B", *TASKS_OF_KIND["s2v"], *_ANIMATE),
     )
     chain: str | None = option(
         None,
@@ -190,8 +199,15 @@ class VideoSettings(Sampling):
     refert_num: int | None = option(
         None,
         choice(1, 5),
-        "number of frames that consecutive clips share (animate; default 1)",
-        tasks=TASKS_OF_KIND["animate"],
+        "number of frames that consecutive clips share (animate, animate2; default 1)",
+        tasks=_ANIMATE,
+    )
+    log_scale: float | None = option(
+        None,
+        real(-100, 100),
+        "added to the attention logits of the video's first latent frame (animate2; default 0; "
+        "distilled: -1.3)",
+        tasks=TASKS_OF_KIND["animate2"],
     )
     replace_flag: bool | None = option(
         None,
@@ -257,12 +273,13 @@ class ImageOptions:
     image: Path | None = option(
         None,
         values.read_path,
-        "image to start from (i2v, s2v: needed; ti2v: optional; default none)",
+        "image to start from (i2v, s2v: needed; ti2v: optional), or of the character (animate2: "
+        "needed; default none)",
         keyword="img",
         diffusers=True,
         common=True,
         media="image/*",
-        tasks=(*TASKS_OF_KIND["i2v"], *TASKS_OF_KIND["ti2v"], *TASKS_OF_KIND["s2v"]),
+        tasks=sum((TASKS_OF_KIND[kind] for kind in ("i2v", "ti2v", "s2v", "animate2")), ()),
     )
     last_image: Path | None = option(
         None,
@@ -317,15 +334,15 @@ class AnimateOptions:
 
 @dataclass(frozen=True)
 class VaceOptions:
-    """The source video, and further control inputs of VACE."""
+    """The source or driving video, and further control inputs of VACE."""
 
     src_video: Path | None = option(
         None,
         values.read_path,
         "video to edit; t2v, ti2v: or latents of --save_latents; vace: or control video, this or "
-        "--src_ref_images is needed (default none)",
+        "--src_ref_images is needed; animate2: driving video, needed (default none)",
         media="video/*",
-        tasks=(*_VIDEO_TO_VIDEO, *TASKS_OF_KIND["vace"]),
+        tasks=(*_VIDEO_TO_VIDEO, *TASKS_OF_KIND["vace"], *TASKS_OF_KIND["animate2"]),
     )
     src_mask: Path | None = option(
         None,

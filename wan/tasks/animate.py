@@ -184,7 +184,7 @@ class AnimateClips:
         )
         with encoders.stage_timer("conditioning"):
             image = letterbox_image(np.asarray(inputs.reference_image), params.video_size)
-            image_31HW = _normalize_video_frames(image[None])
+            image_31HW = normalize_video_frames(image[None])
             features = encoders.encode_image([image_31HW[:, 0]])
             self._features = features.to(encoders.torch_device)
             latents = encoders.encode_video(image_31HW)
@@ -199,13 +199,13 @@ class AnimateClips:
         start = index * (params.frame_num - (params.refert_num or 0))
         indices = make_ping_pong_indices(start, params.frame_num, inputs.num_frames)
         with encoders.stage_timer("conditioning"):
-            pose = encoders.encode_video(_normalize_video_frames(inputs.readers["pose"](indices)))
-            known_frames, mask = _make_known_frames(params, inputs, indices, state)
+            pose = encoders.encode_video(normalize_video_frames(inputs.readers["pose"](indices)))
+            known_frames, mask = make_known_frames(params, indices, state, inputs.readers)
             y = torch.cat((mask.to(pose.device), encoders.encode_video(known_frames)))
             del known_frames
             encoders.release_vae()
             # After the VAE is released: a clip's faces take hundreds of megabytes.
-            faces = _normalize_video_frames(inputs.readers["face"](indices))[None].to(pose.device)
+            faces = normalize_video_frames(inputs.readers["face"](indices))[None].to(pose.device)
         shared_kwargs = {"pose_latents": pose[None]}
         model_kwargs = {
             "cond": shared_kwargs | {"face_pixel_values": faces},
@@ -360,19 +360,28 @@ def _resize_bilinear(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return ((((b0 * upper) >> 16) + ((b1 * lower) >> 16) + 2) >> 2).astype(np.uint8)
 
 
-def _make_known_frames(
-    params: VideoParams, inputs: AnimateInputs, indices: list[int], previous_frames: Tensor | None
+def make_known_frames(
+    params: VideoParams,
+    indices: Sequence[int],
+    previous_frames: Tensor | None,
+    readers: Mapping[str, FrameReader],
 ) -> tuple[Tensor, Tensor]:
-    """Returns the known frames of a clip, [3,F,H,W], and their mask, [4,f,h,w]; 1: known."""
+    """Returns the known frames of a clip, [3,F,H,W], and their mask, [4,f,h,w]; 1: known.
+
+    Args:
+        indices: The frames of the clip.
+        previous_frames: The last frames of the previous clip, [3,F,H,W].
+        readers: "background" and "mask", with `replace_flag`.
+    """
     import torch
 
-    (width, height), num_overlap_frames = params.video_size, 0
+    (width, height), num_overlap_frames = params.frame_size, 0
     _, _, rows, columns = params.latent_shape
     frames = torch.zeros(3, len(indices), height, width)
     known_mask = torch.zeros(len(indices), rows, columns)
     if params.replace_flag:
-        frames = _normalize_video_frames(inputs.readers["background"](indices))
-        masks = torch.from_numpy(inputs.readers["mask"](indices)[..., 0].copy()).float() / 255
+        frames = normalize_video_frames(readers["background"](indices))
+        masks = torch.from_numpy(readers["mask"](indices)[..., 0].copy()).float() / 255
         known_mask = 1 - masks[:, :: height // rows, :: width // columns]
     if previous_frames is not None:
         num_overlap_frames = previous_frames.shape[1]
@@ -389,7 +398,7 @@ def fold_mask_to_latent(mask_Fhw: Tensor) -> Tensor:
     return padded_mask.unflatten(0, (-1, 4)).transpose(0, 1)
 
 
-def _normalize_video_frames(frames_FHW3: np.ndarray) -> Tensor:
+def normalize_video_frames(frames_FHW3: np.ndarray) -> Tensor:
     """Converts uint8 [F,H,W,3] to float32 [3,F,H,W] in [-1, 1]."""
     import torch
 

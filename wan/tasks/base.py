@@ -9,7 +9,6 @@ Legend: Z latent channels, f h w latent frames/height/width, F H W pixel ones.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from wan.checkpoint.headers import compute_file_digest
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import MAX_POSITIONS, Preset
 from wan.settings.rules import Values
 from wan.settings.video_options import Size, VideoSettings
+from wan.tasks.input_digests import hash_input
 
 if TYPE_CHECKING:
     import torch
@@ -94,32 +93,11 @@ class Inputs:
     def compute_digests(self) -> dict[str, str]:
         """Returns the SHA-256 of each input, by which ranks check that their inputs are equal."""
         names = [entry.name for entry in fields(self) if entry.name != "num_clips_done"]
-        digests = {name: _hash_input(getattr(self, name)) for name in names}
+        digests = {name: hash_input(getattr(self, name)) for name in names}
         return {name: digest for name, digest in digests.items() if digest is not None}
 
 
 NO_INPUTS = Inputs()
-
-
-def _hash_input(content: Any) -> str | None:
-    """Returns the SHA-256 of an image, a tensor, audio or files; None for other values."""
-    digest = hashlib.sha256()
-    if isinstance(content, Path):
-        return compute_file_digest(content)
-    if isinstance(content, tuple):
-        digest.update("".join(str(_hash_input(item)) for item in content).encode())
-        return digest.hexdigest() if content else None
-    if hasattr(content, "untyped_storage"):  # a tensor
-        digest.update(f"{content.dtype} {tuple(content.shape)}".encode())
-        values = content.detach().cpu().contiguous().flatten()
-        digest.update(values.view(import_module("torch").uint8).numpy().tobytes())
-    elif hasattr(content, "tobytes") and hasattr(content, "mode"):  # a PIL image
-        digest.update(f"{content.mode} {content.size}".encode() + content.tobytes())
-    elif hasattr(content, "samples"):  # audio
-        digest.update(content.samples.tobytes())
-    else:
-        return None
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -135,7 +113,8 @@ class DenoiseInputs:
         sample_noise: Samples more noise, for stochastic solvers.
         make_model_timesteps: Converts a timestep t for the model: [1], or one for each token.
         restore_fixed_frames: Overwrites frames that do not change, such as ti2v's first frame.
-        model_kwargs: Branch -> further keywords of the network.
+        model_kwargs: Branch -> further keywords of the network. A function of the network is called
+            once, before the first step, and replaced by its result.
     """
 
     initial_latents: Tensor
@@ -239,6 +218,7 @@ class Task:
         upload_names: Field of a service's request -> file of the folder `src_root_path`.
         uploads_without_prompt: Settings with whose files a prompt is optional.
         has_fixed_fps: Whether the frames per second follow from the audio.
+        fixed_prompts: Prompts of all videos, which are encoded with those of the video.
     """
 
     kind = "t2v"
@@ -248,6 +228,7 @@ class Task:
     upload_names: ClassVar[Mapping[str, str]] = {}
     uploads_without_prompt: ClassVar[frozenset[str]] = frozenset()
     has_fixed_fps: ClassVar[bool] = False
+    fixed_prompts: ClassVar[tuple[str, ...]] = ()
 
     # Inputs and settings; no torch.
 
@@ -290,6 +271,10 @@ class Task:
     def compute_video_size(self, params: VideoParams) -> Size:
         """Returns (width, height) of the generated video."""
         return params.size
+
+    def compute_frame_size(self, params: VideoParams) -> Size:
+        """Returns (width, height) of the generated frames, from which the video is cropped."""
+        return self.compute_video_size(params)
 
     def count_reference_latents(self, params: VideoParams) -> int:
         """Returns the latent frames of images that precede those of the video."""
@@ -346,7 +331,11 @@ class Task:
     def make_model_kwargs(
         self, params: VideoParams, config: Mapping[str, Any], make: Callable[..., Tensor]
     ) -> dict[str, Any]:
-        """Returns keywords of the network for `--plan`, with tensors of make(*shape)."""
+        """Returns keywords of the network for `--plan`, as `DenoiseInputs.model_kwargs`.
+
+        Args:
+            make: make(*shape) returns a tensor without data.
+        """
         return {}
 
     def make_encoder_input(
@@ -362,6 +351,7 @@ TASKS = {
     "ti2v": "textimage2video",
     "s2v": "speech2video",
     "animate": "animate",
+    "animate2": "animate2",
     "vace": "vace",
 }
 """Kind of a task -> its module in `wan.tasks`, which defines `TASK`."""
@@ -390,9 +380,10 @@ class VideoParams(VideoSettings):
 
     @property
     def all_prompts(self) -> tuple[str, ...]:
-        """Prompts to encode: those of the clips and, with guidance, the negative prompt."""
+        """Prompts to encode: of the clips, with guidance the negative one, and of the task."""
         prompts = self.clip_prompts or (self.prompt,)
-        return (*prompts, self.negative_prompt) if self.uses_guidance else prompts
+        negative = (self.negative_prompt,) if self.uses_guidance else ()
+        return (*prompts, *negative, *self.task.fixed_prompts)
 
     @property
     def has_clips(self) -> bool:
@@ -424,8 +415,13 @@ class VideoParams(VideoSettings):
 
     @property
     def step_range(self) -> range:
-        """Indices of the computed steps among all `sample_steps`."""
+        """Indices of the computed steps among all `num_forwards`."""
         return make_noise_schedule(self).step_range
+
+    @property
+    def num_forwards(self) -> int:
+        """Steps of the complete noise schedule: `sample_steps`, or the forward passes in them."""
+        return len(make_noise_schedule(self.with_all_steps).experts)
 
     @property
     def with_all_steps(self) -> VideoParams:
@@ -448,12 +444,17 @@ class VideoParams(VideoSettings):
         return self.task.compute_video_size(self)
 
     @property
+    def frame_size(self) -> Size:
+        """(width, height) of the generated frames, in whole tokens."""
+        return self.task.compute_frame_size(self)
+
+    @property
     def latent_shape(self) -> tuple[int, int, int, int]:
         """(channels, frames, height, width) of the latents of the video, or of a clip.
 
         The frames include those of the reference images of Animate (one) and VACE.
         """
-        (width, height), (t, h, w) = self.video_size, self.preset.vae_stride
+        (width, height), (t, h, w) = self.frame_size, self.preset.vae_stride
         frames = (self.frame_num - 1) // t + 1 + self.task.count_reference_latents(self)
         return self.preset.latent_channels, frames, height // h, width // w
 
@@ -468,7 +469,7 @@ class VideoParams(VideoSettings):
 
     def _check_size(self) -> None:
         """Raises InputError for a size of partial tokens or of more tokens than positions."""
-        preset, (width, height) = self.preset, self.video_size
+        preset, (width, height) = self.preset, self.frame_size
         multiple, size = preset.size_multiple, f"{width}*{height}"
         if width % multiple or height % multiple:
             sides = (max(multiple, round(n / multiple) * multiple) for n in (width, height))

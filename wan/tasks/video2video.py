@@ -114,7 +114,7 @@ class VideoToVideo(Task):
         schedule = make_noise_schedule(params)
         experts = " and ".join(dict.fromkeys(schedule.experts))
         return (
-            f"Video to video: {len(schedule.experts)} of {params.sample_steps} steps ({experts}), "
+            f"Video to video: {len(schedule.experts)} of {params.num_forwards} steps ({experts}), "
             f"from a noise share (sigma) of {schedule.sigmas[0]:.4g}.",
         )
 

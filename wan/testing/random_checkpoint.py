@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 import string
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -242,6 +243,11 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
     """Writes the official layout: the DiT of t2v-1.3B is one file, other DiTs are sharded."""
     task, states = networks.task, networks.dit_states
     names = ["."] if len(states) == 1 else ["high_noise_model", "low_noise_model"]
+    parts, vae_name, tokenizer = folder, f"Wan{task.vae}_VAE.pth", "google/umt5-xxl"
+    if task.kind == "animate2":
+        names, vae_name, tokenizer = ["wan_animate_2"], "vae.pth", "umt5-xxl"
+        parts = folder / "videomodel" / "Wan-AI"
+        parts.mkdir(parents=True)
     class_name = get_task(task.kind).network.partition(":")[2]
     config = {
         "_class_name": class_name,
@@ -255,18 +261,27 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
         entries = {key: value for key, value in config.items() if value is not None}
         write_json(folder / name / "config.json", entries)
         complete_state = OrderedDict([*state.items(), *networks.list_constants()])
-        _save_dit(folder / name, complete_state, shards=2 if task.sharded else 1)
+        if task.kind == "animate2":
+            nested = {_nest_block(key): tensor for key, tensor in complete_state.items()}
+            save_file(nested, folder / name / "wan_animate_2_bf16.safetensors")
+        else:
+            _save_dit(folder / name, complete_state, shards=2 if task.sharded else 1)
     if len(states) == 2:
         write_json(folder / "configuration.json", {"framework": "Pytorch"})
-    torch.save(networks.vae_state, folder / f"Wan{task.vae}_VAE.pth")
-    torch.save(networks.text_state, folder / "models_t5_umt5-xxl-enc-bf16.pth")
+    torch.save(networks.vae_state, parts / vae_name)
+    torch.save(networks.text_state, parts / "models_t5_umt5-xxl-enc-bf16.pth")
     if networks.clip_state:
         name = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
-        torch.save(_rename_clip_tensors(networks.clip_state), folder / name)
+        torch.save(_rename_clip_tensors(networks.clip_state), parts / name)
     if networks.audio_encoder_state:
         path = folder / WAV2VEC2_FOLDER
         _save_pretrained(path, networks.audio_encoder, networks.audio_encoder_state, sharded=False)
-    write_tokenizer(folder / "google" / "umt5-xxl", networks.tokenizer)
+    write_tokenizer(parts / tokenizer, networks.tokenizer)
+
+
+def _nest_block(name: str) -> str:
+    """Returns the name of a tensor in Animate-2's official files."""
+    return re.sub(r"^(blocks\.\d+\.)", r"\1block.", name)
 
 
 def _rename_clip_tensors(state: NamedTensors) -> NamedTensors:
@@ -304,32 +319,17 @@ def _save_dit(folder: Path, state: NamedTensors, shards: int) -> None:
 
 def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
     """Writes the layout of diffusers with `save_pretrained` of diffusers and transformers."""
-    task, config, states = networks.task, networks.config, networks.dit_states
+    task, states = networks.task, networks.dit_states
     names = ["transformer", "transformer_2"][: len(states)]  # high noise, low noise
     classes = get_task(task.kind).diffusers_classes
     assert classes is not None, "refused by make_checkpoint"
     pipeline, network = classes
-    network_config = {
-        key.replace("in_dim", "in_channels"): [*value] if isinstance(value, tuple) else value
-        for key, value in config.items()
-        if key in task.network_config
-    }
+    is_animate2 = task.kind == "animate2"
     for name, state in zip(names, states, strict=True):
         with torch.device("meta"):
-            dit = getattr(diffusers, network)(
-                num_attention_heads=config["num_heads"],
-                attention_head_dim=config["dim"] // config["num_heads"],
-                in_channels=config["in_dim"],
-                out_channels=config["out_dim"],
-                text_dim=config["text_dim"],
-                ffn_dim=config["ffn_dim"],
-                num_layers=config["num_layers"],
-                image_dim=config["image_dim"] or None,
-                added_kv_proj_dim=config["dim"] if task.num_clip_vision_images else None,
-                pos_embed_seq_len=config["image_positions"] or None,
-                **network_config,
-            )
-        _save_pretrained(folder / name, dit, convert_to_diffusers(state), task.sharded)
+            dit = (_build_animate2_dit if is_animate2 else _build_diffusers_dit)(networks, network)
+        converted = convert_to_diffusers(state, is_animate2)
+        _save_pretrained(folder / name, dit, converted, task.sharded)
     tensors = {keymaps.rename_vae_to_diffusers(key): x for key, x in networks.vae_state.items()}
     _save_pretrained(folder / "vae", networks.vae, tensors, sharded=False)
     tensors = {keymaps.rename_t5_to_transformers(key): x for key, x in networks.text_state.items()}
@@ -359,13 +359,54 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
         "image_encoder": clip if task.num_clip_vision_images else no_class,
         "image_processor": no_class,
     }
+    if is_animate2:
+        modular = {"_blocks_class_name": "WanAnimate2Blocks", "_class_name": pipeline}
+        write_json(folder / "modular_model_index.json", modular)
+        return
     arguments = inspect.signature(getattr(diffusers, pipeline)).parameters
     entries = {key: x for key, x in index.items() if key.startswith("_") or key in arguments}
     write_json(folder / "model_index.json", entries)
 
 
-def convert_to_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _build_diffusers_dit(networks: RandomNetworks, class_name: str) -> Any:
+    """Builds the DiT of diffusers with the sizes of a task."""
+    task, config = networks.task, networks.config
+    network_config = {
+        key.replace("in_dim", "in_channels"): [*value] if isinstance(value, tuple) else value
+        for key, value in config.items()
+        if key in task.network_config
+    }
+    return getattr(diffusers, class_name)(
+        num_attention_heads=config["num_heads"],
+        attention_head_dim=config["dim"] // config["num_heads"],
+        in_channels=config["in_dim"],
+        out_channels=config["out_dim"],
+        text_dim=config["text_dim"],
+        ffn_dim=config["ffn_dim"],
+        num_layers=config["num_layers"],
+        image_dim=config["image_dim"] or None,
+        added_kv_proj_dim=config["dim"] if task.num_clip_vision_images else None,
+        pos_embed_seq_len=config["image_positions"] or None,
+        **network_config,
+    )
+
+
+def _build_animate2_dit(networks: RandomNetworks, class_name: str) -> Any:
+    """Builds Animate-2's DiT of diffusers, whose arguments have the official names."""
+    network_class, config = getattr(diffusers, class_name), networks.config
+    arguments = config.keys() & inspect.signature(network_class).parameters.keys()
+    dit = network_class(**{key: config[key] for key in arguments})
+    # The class has no argument for the channels of CLIP features.
+    dit.img_emb = type(dit.img_emb)(config["image_dim"], config["dim"])
+    return dit
+
+
+def convert_to_diffusers(
+    state: Mapping[str, Tensor], is_animate2: bool = False
+) -> dict[str, Tensor]:
     """Converts a DiT's tensors to the names and shapes of diffusers."""
+    if is_animate2:
+        return {keymaps.rename_animate2_to_diffusers(name): x for name, x in state.items()}
     converted: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if ".linear1_kv." in name:

@@ -36,12 +36,32 @@ export async function send(path, options = {}) {
   return answer;
 }
 
-/** Returns the JSON of a response. Seeds beyond the exact numbers of JavaScript become text. */
-export async function getJson(path, options) {
-  const text = await (await send(path, options)).text();
+/** Parses JSON. Seeds beyond the exact numbers of JavaScript become text. */
+function parse(text) {
   return JSON.parse(text, (name, value, context) =>
     typeof value === "number" && !Number.isSafeInteger(value) && Number.isInteger(value)
       ? context?.source ?? value : value);
+}
+
+/** Returns the JSON of a response. */
+export async function getJson(path, options) {
+  return parse(await (await send(path, options)).text());
+}
+
+/** Calls a function with kind and data of each server-sent event, until the stream ends. */
+export async function readEvents(path, handle) {
+  const answer = await send(path);
+  if (!answer.body) return; // 204: it has ended before
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    const blocks = (text + part.value).split("\n\n");
+    text = blocks.pop();
+    for (const block of blocks) {
+      const event = Object.fromEntries(block.split("\n").map((line) => line.split(/:\s?(.*)/s, 2)));
+      if (event.event) handle(event.event, parse(event.data));
+    }
+  }
 }
 
 /** Sends a request that makes a video; repeats it with the same key if the connection is lost. */

@@ -2,7 +2,7 @@
 
 import { ApiError, getJson } from "./api.js";
 
-const HIDDEN = new Set(["model", "save_latents", "webhook_url"]);
+const HIDDEN = new Set(["model", "n", "save_latents", "webhook_url"]);
 const USUAL = new Set(["lora", "preview"]);
 const usual = document.getElementById("usual"), rest = document.getElementById("rest");
 const message = document.getElementById("message");

@@ -1,14 +1,17 @@
-// The page: connects form, list, comparison and polling.
+// The page: connects form, list, comparison, polling and events.
 
-import { create, freeSource, getKey, makeBody, send, setKey, setSource } from "./api.js";
+import { create, freeSource, getKey, makeBody, readEvents, setKey, setSource } from "./api.js";
 import { buildForm, clearForm, element, fillForm, readForm, showError } from "./form.js";
-import { isOpen, refresh, refreshNewest, setActions, show, showList, showOlder } from "./videos.js";
+import {
+  applyEvent, refresh, refreshNewest, setActions, show, showList, showOlder,
+} from "./videos.js";
 
 const find = (id) => document.getElementById(id);
 const form = find("form"), generate = find("generate"), state = find("state"), key = find("key");
 const comparison = find("comparison"), remixer = find("remix");
-const MAX_VIDEOS = 20;
+const NO_STREAM = 60000; // milliseconds without a try after a stream of events was refused
 let timer = null, busy = false, built = false, picked = [], rounds = 0;
+let followed = null, streamsFrom = 0; // id of the video whose events are read; time of the next try
 
 // Start and polling.
 
@@ -21,7 +24,7 @@ async function start() {
 }
 
 async function poll() {
-  let open = 0;
+  let open = [];
   timer = null;
   try {
     const health = await (await fetch("/health")).json().catch(() => ({ status: "unreachable" }));
@@ -29,6 +32,7 @@ async function poll() {
     open = await refresh();
     if (rounds++ % 8 === 7) await refreshNewest();
     setState(describe(health), health.status !== "ok");
+    follow(open.find((video) => video.status === "in_progress"));
   } catch (error) {
     if (error.status === 401) {
       find("keyed").hidden = false;
@@ -37,7 +41,21 @@ async function poll() {
     }
     setState(error.status === undefined ? "The service does not answer." : error.message, true);
   }
-  timer = setTimeout(poll, document.hidden ? 10000 : open || !built ? 1500 : 4000);
+  const pause = followed ? 5000 : open.length || !built ? 1500 : 4000;
+  timer = setTimeout(poll, document.hidden ? 10000 : pause);
+}
+
+/** Shows the events of a running video; without a stream, polls show its progress. */
+async function follow(video) {
+  if (followed || !video || Date.now() < streamsFrom) return;
+  followed = video.id;
+  try {
+    await readEvents(`/v1/videos/${video.id}/events`, (kind, data) => applyEvent(video.id, kind, data));
+    pollSoon();
+  } catch {
+    streamsFrom = Date.now() + NO_STREAM;
+  }
+  followed = null;
 }
 
 /** Polls soon, unless a poll is in progress. */
@@ -70,9 +88,9 @@ form.addEventListener("submit", async (event) => {
   showError(null);
   try {
     const { fields, files } = readForm();
-    for (let index = 0, count = readCount(); index < count; index++) {
-      show(await create("/v1/videos", makeBody({ ...fields, ...shiftSeed(fields.seed, index) }, files)));
-    }
+    const count = find("count").value.trim();
+    if (count && count !== "1") fields.n = count;
+    show(await create("/v1/videos", makeBody(fields, files)));
     find("news").textContent = "Queued.";
     pollSoon();
     if (innerWidth < 1024) find("videos").scrollIntoView({ block: "nearest" });
@@ -92,18 +110,6 @@ form.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
 });
 
-function readCount() {
-  const text = find("count").value.trim() || "1", count = Number(text);
-  if (Number.isInteger(count) && count >= 1 && count <= MAX_VIDEOS) return count;
-  throw new Error(`Videos: ${text} is not a number from 1 to ${MAX_VIDEOS}.`);
-}
-
-/** Returns the seed of the video with this index: consecutive seeds, or random ones. */
-function shiftSeed(seed, index) {
-  if (!index || !/^\s*\d+\s*$/.test(seed ?? "")) return {};
-  return { seed: String(BigInt(seed) + BigInt(index)) };
-}
-
 // The list.
 
 function readFilter() {
@@ -119,6 +125,7 @@ find("older").onclick = () => showOlder().catch((error) => setState(error.messag
 setActions({
   useAgain: (video, files) => {
     fillForm(video.request, files);
+    find("count").value = "1"; // several videos have a list of seeds
     form.scrollIntoView({ block: "start" });
   },
   remix: (video) => {
@@ -163,7 +170,7 @@ find("compare").onclick = async () => {
     const player = element("video", "", figure, { muted: true, playsInline: true });
     player.setAttribute("aria-label", video.prompt || video.id);
     element("figcaption", `seed ${video.seed}`, figure, { className: "small" });
-    await setSource(player, `/v1/videos/${video.id}/content`).catch(showError);
+    await setSource(player, `/v1/videos/${video.id}/content?index=${video.index}`).catch(showError);
   }
   synchronize([...pair.querySelectorAll("video")], picked[0].fps || 16);
 };

@@ -77,7 +77,23 @@ export async function refresh() {
     if (cards.has(video.id) || fits(video)) show(video);
   }
   empty.hidden = cards.size > 0;
-  return [...current.values()].filter(isOpen).length;
+  return [...current.values()].filter(isOpen);
+}
+
+/** Updates a video from an event of its stream. */
+export function applyEvent(id, kind, data) {
+  const card = cards.get(id);
+  if (!card) return;
+  if (kind === "end") {
+    if (data.deleted) drop(id);
+    else show(data);
+  } else if (kind === "stage") {
+    show({ ...card.video, status: data.status, stage: data.stage, attempt: data.attempt });
+  } else if (kind === "step") {
+    show({ ...card.video, steps: [data.done, data.total], progress: data.progress });
+  } else if (kind === "preview") {
+    show({ ...card.video, preview_step: data.step });
+  }
 }
 
 /** Shows what other clients have made or deleted among the newest videos since the last polls. */
@@ -94,7 +110,8 @@ export async function refreshNewest() {
 }
 
 function fits(video) {
-  const text = `${video.prompt} ${video.seed} ${video.size} ${video.id}`.toLowerCase();
+  const seeds = video.data.map((output) => output.seed);
+  const text = `${video.prompt} ${seeds} ${video.size} ${video.id}`.toLowerCase();
   const words = filter.search.toLowerCase().split(/\s+/).filter(Boolean);
   const states = filter.status ? filter.status.split(",") : [video.status];
   return states.includes(video.status) && words.every((word) => text.includes(word));
@@ -135,17 +152,19 @@ const name = (video) => (video.prompt || "video without a prompt").slice(0, 80);
 function makeCard(video) {
   const item = element("li"), shot = element("div", "", item, { className: "shot" });
   const about = element("div", "", item, { className: "about" });
-  const card = { video, item, shot, tries: 0 };
+  const card = { video, item, shot, tries: 0, index: 0 };
   const pick = element("label", "", item, { className: "pick small", hidden: true });
   card.pick = element("input", "", pick, { type: "checkbox" });
   card.pick.setAttribute("aria-label", "Compare: " + name(video));
   pick.append("compare");
-  card.pick.onchange = () => actions.pick(card.video, card.pick.checked);
+  card.pick.onchange = () => pick(card);
   card.bar = element("progress", "", about, { max: 100 });
   card.bar.setAttribute("aria-label", "Progress of " + name(video));
   element("p", video.prompt || "", about, { className: "prompt", title: video.prompt || "" });
   card.facts = element("p", "", about, { className: "small" });
   card.wrong = element("p", "", about, { className: "wrong" });
+  card.outputs = element("div", "", about, { className: "buttons", hidden: video.data.length < 2 });
+  if (video.data.length > 1) makeOutputButtons(card);
   card.buttons = element("div", "", about, { className: "buttons" });
   card.record = element("pre", "", about, { hidden: true, tabIndex: 0 });
   shot.card = card;
@@ -153,6 +172,29 @@ function makeCard(video) {
   update(card, true);
   return card;
 }
+
+function pick(card) {
+  const output = card.video.data[card.index];
+  actions.pick({ ...card.video, index: card.index, seed: output.seed }, card.pick.checked);
+}
+
+/** Adds a button for each of several videos of a request, which shows it. */
+function makeOutputButtons(card) {
+  for (const { index, seed } of card.video.data) {
+    const button = element("button", String(index + 1), card.outputs, { type: "button", title: `seed ${seed}` });
+    button.setAttribute("aria-label", `Video ${index + 1}: ${name(card.video)}`);
+    button.onclick = () => {
+      card.index = index;
+      card.pictured = false;
+      update(card, false);
+      loadThumbnail(card);
+      if (card.pick.checked) pick(card);
+    };
+  }
+}
+
+const hasVideo = (card) => !isOpen(card.video) && card.video.data[card.index].status === "completed";
+const contentPath = (card) => `/v1/videos/${card.video.id}/content?index=${card.index}`;
 
 function makeButtons(card) {
   const add = (text, work) => {
@@ -176,8 +218,8 @@ function makeButtons(card) {
     const files = await fetchInputs(card.video);
     show(await create("/v1/videos", makeBody(card.video.request, files)));
   });
-  card.download = add("Download", () => download(card.video));
-  add("Copy seed", async () => { news.textContent = await copyText(String(card.video.seed)); });
+  card.download = add("Download", () => download(card));
+  add("Copy seed", async () => { news.textContent = await copyText(String(card.video.data[card.index].seed)); });
   const record = add("Record", () => {
     card.record.hidden = !card.record.hidden;
     record.setAttribute("aria-expanded", String(!card.record.hidden));
@@ -198,19 +240,28 @@ function update(card, isNew) {
   card.bar.hidden = video.status !== "in_progress";
   card.bar.value = video.progress;
   card.facts.textContent = listFacts(video).join(" · ");
+  for (const [index, button] of [...card.outputs.children].entries()) {
+    button.disabled = isOpen(video) || video.data[index].status !== "completed";
+    button.setAttribute("aria-pressed", String(index === card.index));
+  }
   if (!card.record.hidden) card.record.textContent = JSON.stringify(video, null, 1);
   if (video.preview_step && open) showPreview(card);
   if (!isNew) return;
-  card.item.dataset.status = video.status;
+  card.item.dataset.status = hasVideo(card) ? "completed" : video.status;
   card.wrong.textContent = video.error?.message || "";
   card.remove.textContent = open ? "Cancel" : "Delete";
   card.retry.hidden = video.status !== "failed";
-  card.download.hidden = card.pick.parentElement.hidden = video.status !== "completed";
-  if (video.status === "completed") seen.observe(card.shot);
+  card.download.hidden = card.pick.parentElement.hidden = !hasVideo(card);
+  if (hasVideo(card)) seen.observe(card.shot);
 }
 
 function listFacts(video) {
-  const facts = [video.size, video.num_frames + " frames", "seed " + video.seed];
+  const seeds = video.data.map((output) => output.seed), several = seeds.length > 1;
+  const facts = [video.size, video.num_frames + " frames", `seed${several ? "s" : ""} ${seeds.join(", ")}`];
+  if (several) {
+    const done = video.data.filter((output) => output.status === "completed").length;
+    facts.unshift(done < seeds.length ? `${done} of ${seeds.length} videos` : `${done} videos`);
+  }
   const left = video.seconds_left == null ? "" : "about " + formatSeconds(video.seconds_left);
   if (video.status === "queued") {
     const before = video.queue_position;
@@ -248,7 +299,7 @@ async function showPreview(card) {
 }
 
 async function loadThumbnail(card) {
-  if (card.pictured || card.video.status !== "completed") return;
+  if (card.pictured || !hasVideo(card)) return;
   card.pictured = true;
   const button = element("button", "", null, { type: "button" });
   button.setAttribute("aria-label", "Play: " + name(card.video));
@@ -264,7 +315,7 @@ async function loadThumbnail(card) {
   button.onclick = () => play(card, button);
   try {
     const retry = card.tries ? "&retry=" + card.tries : "";
-    await setSource(image, `/v1/videos/${card.video.id}/content?variant=thumbnail${retry}`);
+    await setSource(image, `${contentPath(card)}&variant=thumbnail${retry}`);
   } catch (error) {
     if (error.status === 404) drop(card.video.id);
     else again();
@@ -277,7 +328,7 @@ async function play(card, button) {
   player.setAttribute("aria-label", name(card.video));
   player.onerror = () => { card.wrong.textContent = "The video cannot be played."; };
   try {
-    await setSource(player, `/v1/videos/${card.video.id}/content`);
+    await setSource(player, contentPath(card));
     button.replaceWith(player);
     player.focus();
   } catch (error) {
@@ -285,9 +336,9 @@ async function play(card, button) {
   }
 }
 
-async function download(video) {
-  const link = element("a", "", null, { download: video.file_name || video.id + ".mp4" });
-  await setSource(link, `/v1/videos/${video.id}/content`);
+async function download(card) {
+  const link = element("a", "", null, { download: card.video.data[card.index].file_name });
+  await setSource(link, contentPath(card));
   link.href = link.src;
   link.click();
   setTimeout(() => freeSource(link), 60000);

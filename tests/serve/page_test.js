@@ -1,0 +1,58 @@
+// Run by test_page.py in a folder with the page's scripts and answers of the service.
+
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import { byId, sources, until } from "./page_dom.js";
+
+const { openapi, refusal, queued, running, events, completed } = JSON.parse(readFileSync("answers.json"));
+const bodies = [];
+let stream = null, openJobs = [];
+
+globalThis.fetch = async (path, options = {}) => {
+  const json = (value, status = 200) => new Response(JSON.stringify(value), { status });
+  if (path === "/health") return json({ status: "ok", queued: 0 });
+  if (path === "/openapi.json") return json(openapi);
+  if (path.endsWith("/events")) return new Response(new ReadableStream({ start(c) { stream = c; } }));
+  if (options.method === "POST") {
+    bodies.push(JSON.parse(options.body));
+    if (bodies.at(-1).n === "11") return json(refusal, 400);
+    openJobs = [running];
+    return json(queued);
+  }
+  return json({ data: path.includes("queued") ? openJobs : [], has_more: false, last_id: null });
+};
+await import("./page.js");
+await until(() => byId("usual").children.length);
+
+// An error of the API is shown; then a request for two videos is sent.
+const find = (name) =>
+  byId("usual").querySelectorAll("input, textarea").find((input) => input.id === "field-" + name);
+const submit = () => byId("form").dispatchEvent(new Event("submit", { cancelable: true }));
+find("prompt").value = queued.prompt;
+byId("count").value = "11";
+submit();
+await until(() => byId("message").textContent === refusal.error.message);
+byId("count").value = "2";
+find("seed").value = "7";
+submit();
+await until(() => byId("videos").children.length);
+assert.deepEqual(bodies[1], { prompt: queued.prompt, seed: "7", n: "2" });
+const card = byId("videos").children[0];
+assert.match(card.text, /0 of 2 videos · .* · seeds 7, 8/);
+
+// Its progress comes from the stream of events, in pieces of any size.
+await until(() => stream);
+const bytes = new TextEncoder().encode(events);
+for (let first = 0; first < bytes.length; first += 7) stream.enqueue(bytes.slice(first, first + 7));
+const numbers = () => card.querySelectorAll("button").filter((item) => /^[12]$/.test(item.textContent));
+await until(() => card.text.includes("step 3 of 4"));
+assert.deepEqual(numbers().map((item) => item.disabled), [true, true]);
+stream.enqueue(new TextEncoder().encode(`id: 9\nevent: end\ndata: ${JSON.stringify(completed)}\n\n`));
+stream.close();
+
+// Each of its videos can be chosen.
+await until(() => card.text.includes("2 videos"));
+assert.deepEqual(numbers().map((item) => item.disabled), [false, false]);
+numbers()[1].click();
+assert.equal(sources.at(-1), completed.data[1].url + "&variant=thumbnail");
+process.exit(0);

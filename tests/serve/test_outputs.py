@@ -1,0 +1,222 @@
+"""Several videos of one request: one job with one id, and a file for each seed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.jobs import PROMPT, Jobs
+from tests.serve.test_journal import RECORD, write_finished_video
+from tests.serve.test_peer_requests import FORM, make_form
+from wan.serve.service import Limits
+
+SEVERAL: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "next seeds": ({"n": 3, "seed": 7}, [7, 8, 9]),
+    "vllm-omni": ({"num_outputs_per_prompt": "2", "seed": "7"}, [7, 8]),
+    "both names": ({"n": 2, "num_outputs_per_prompt": 2, "seed": [7]}, [7, 8]),
+    "seeds": ({"seed": [5, 1, 5]}, [5, 1, 5]),
+    "seeds and number": ({"n": 2, "base_seed": [5, 1]}, [5, 1]),
+    "text": ({"seed": "5, 1"}, [5, 1]),
+    "one": ({"n": 1, "seed": [4]}, [4]),
+}
+
+
+async def get_video(jobs: Jobs, name: str) -> dict[str, Any]:
+    """Returns the video object of a job."""
+    status, _, video = await jobs.request(f"/v1/videos/{name}")
+    assert status == 200
+    return dict(video)
+
+
+async def test_seeds(jobs: Jobs) -> None:
+    """Each request has its seeds, and its fields sent again have the same ones."""
+    for fields, seeds in SEVERAL.values():
+        video = await get_video(jobs, await jobs.create(fields))
+        assert [output["seed"] for output in video["data"]] == seeds and video["seed"] == seeds[0]
+        again = await get_video(jobs, await jobs.create(video["request"]))
+        assert again["data"][0]["seed"] == seeds[0] and again["request"] == video["request"]
+    for field, value, seeds in (("seed[]", ["3", "1"], [3, 1]), ("seed", "[2, 4]", [2, 4])):
+        form = make_form({"prompt": PROMPT, field: value})
+        _, _, video = await jobs.request("/v1/videos", form, Content_Type=FORM)
+        assert [output["seed"] for output in video["data"]] == seeds
+    drawn = (await get_video(jobs, await jobs.create({"n": 3})))["data"]
+    assert [output["seed"] - drawn[0]["seed"] for output in drawn] == [0, 1, 2]
+    mixed = (await get_video(jobs, await jobs.create({"seed": [5, -1]})))["data"]
+    assert mixed[0]["seed"] == 5 and mixed[1]["seed"] >= 0
+
+
+async def test_one_after_the_other(jobs: Jobs) -> None:
+    """Progress counts all videos; each can be fetched once it is complete."""
+    name = await jobs.create({"n": 3, "seed": 7, "preview": True})
+    other = await jobs.create({"priority": 5})
+    await jobs.request(f"/v1/videos/{other}", method="DELETE")
+    ranks = jobs.start_idle_ranks()
+    other = await jobs.create({"priority": 5})  # waits until the started job has ended
+    for index in range(3):
+        (command,) = ranks.job_groups[-1]
+        assert command["settings"]["base_seed"] == 7 + index
+        jobs.handle_rank_message("step", job=command["job"], done=1, total=2)
+        video = await get_video(jobs, name)
+        assert (video["status"], video["attempt"]) == ("in_progress", 1)
+        assert video["steps"] == [2 * index + 1, 6]
+        assert video["progress"] == int(99 * (2 * index + 1) / 6)
+        states = [output["status"] for output in video["data"]]
+        assert states == (["completed"] * index + ["in_progress"] + ["queued"] * 2)[:3]
+        path = f"/v1/videos/{name}/content?index={index}"
+        assert (await jobs.request(path))[0] == 404
+        preview = Path(command["file"]).with_suffix(".preview.jpg")
+        preview.write_bytes(b"%d" % index)
+        assert (await jobs.request(f"/v1/videos/{name}/content?variant=preview"))[
+            2
+        ] == b"%d" % index
+        jobs.complete(command["job"], seconds=index + 1.0, record=make_record(index))
+        status, headers, content = await jobs.request(path)
+        assert (status, content) == (200, b"video")
+        assert (
+            f'filename="{name}{f"-{index}" if index else ""}.mp4"' in headers["content-disposition"]
+        )
+    video = await get_video(jobs, name)
+    assert (video["status"], video["progress"], video["inference_time_s"]) == ("completed", 100, 6)
+    assert video["stage_durations"] == {"denoising": 3} and video["peak_memory_mb"] == 3
+    assert [output["url"] for output in video["data"]] == [
+        f"/v1/videos/{name}/content?index={index}" for index in range(3)
+    ]
+    assert video["data"][1]["stage_durations"] == {"denoising": 1}
+    assert (await jobs.request(f"/v1/videos/{name}/content?variant=2"))[0] == 200  # SGLang's
+    for query, status in (("index=3", 404), ("index=x", 400), ("variant=3", 404)):
+        assert (await jobs.request(f"/v1/videos/{name}/content?{query}"))[0] == status
+    assert jobs.get_state(other) == "in_progress"
+    await jobs.request(f"/v1/videos/{name}", method="DELETE")
+    assert not (jobs.folder / "jobs" / name).exists()
+
+
+def make_record(index: int) -> dict[str, Any]:
+    """Returns a part of the record of a video."""
+    return {"seconds": {"denoising": index}, "peak_memory_bytes": {"host": 1e6 * (index + 1)}}
+
+
+async def test_events_of_each_video(jobs: Jobs) -> None:
+    name = await jobs.create({"n": 2})
+    ranks = jobs.start_idle_ranks()
+    stream = asyncio.create_task(jobs.request(f"/v1/videos/{name}/events"))
+    for _ in range(2):
+        await asyncio.sleep(0.02)
+        jobs.complete(ranks.job_groups[-1][0]["job"])
+    _, _, text = await stream
+    events = [line for line in text.decode().splitlines() if '"completed": 1' in line]
+    assert [json.loads(event.removeprefix("data: "))["total"] for event in events] == [2]
+
+
+async def test_a_remix_and_a_synchronous_request(jobs: Jobs) -> None:
+    name = await jobs.create({"seed": [7, 3]})
+    _, _, remixed = await jobs.request(f"/v1/videos/{name}/remix", {"prompt": "a blue star"})
+    assert [output["seed"] for output in remixed["data"]] == [7, 3]
+    for route in ("sync", "generations"):
+        status, _, answer = await jobs.request(f"/v1/videos/{route}", {"prompt": PROMPT, "n": 2})
+        assert (status, answer["error"]["param"]) == (400, "n")
+
+
+async def test_videos_are_counted_by_the_queue_and_its_estimates(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs", Limits(queue=5, batch_size=1))
+    jobs.complete(await jobs.create(), 10.0)
+    first = await jobs.create({"n": 3})
+    status, _, answer = await jobs.request("/v1/videos", {"prompt": PROMPT, "n": 3})
+    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    status, _, answer = await jobs.request("/v1/videos", {"prompt": PROMPT, "n": 6})
+    assert (status, answer["error"]["param"]) == (400, "n")
+    last = jobs.service.find_job(await jobs.create({"n": 2}))
+    estimates = jobs.service.estimates
+    assert (estimates.estimate_wait(last), estimates.estimate_wait()) == (30, 50)
+    jobs.start_idle_ranks()
+    assert estimates.estimate_wait(last) == pytest.approx(30, abs=1)
+    jobs.complete(first, 10.0)
+    assert estimates.estimate_wait(last) == pytest.approx(20, abs=1)
+    job = jobs.service.find_job(first)
+    job.started = time.time() - 12  # of which 10 s for the first video
+    job.output_started = time.time() - 2
+    assert estimates.estimate_end(job) == (None, pytest.approx(18, abs=1))
+
+
+async def test_a_failed_video_keeps_those_before(jobs: Jobs) -> None:
+    name = await jobs.create({"n": 3})
+    ranks = jobs.start_idle_ranks()
+    jobs.complete(name)
+    jobs.handle_rank_message("failed", job=f"{name}.1", code="not_finite", message="A NaN.")
+    video = await get_video(jobs, name)
+    assert video["error"] == {"code": "not_finite", "message": "Video 2 of 3: A NaN."}
+    assert [output["status"] for output in video["data"]] == ["completed", "failed", "failed"]
+    assert (await jobs.request(f"/v1/videos/{name}/content"))[2] == b"video"
+    assert (await jobs.request(f"/v1/videos/{name}/content?index=1"))[0] == 404
+    assert len(ranks.job_groups) == 2  # the third video was not made
+
+
+async def test_videos_that_share_the_loads_of_experts(tmp_path: Path) -> None:
+    """A batch has videos of several jobs; a deletion or a failure ends all of its job."""
+    jobs = Jobs(tmp_path / "jobs", Limits(batch_size=4))
+    jobs.complete(await jobs.create(), 11.0, loading=10.0)
+    first, second = await jobs.create({"n": 3}), await jobs.create({"n": 3})
+    ranks = jobs.start_idle_ranks()
+    names = [command["job"] for command in ranks.job_groups[-1]]
+    assert names == [first, f"{first}.1", f"{first}.2", second]
+    for name in names:
+        jobs.handle_rank_message("step", job=name, done=1, total=2)
+    assert (await get_video(jobs, first))["steps"] == [3, 6]
+    jobs.handle_rank_message("failed", job=f"{first}.1", code="not_finite", message="A NaN.")
+    assert ranks.cancelled == [first, f"{first}.2"] and jobs.get_state(first) == "in_progress"
+    for name in (first, f"{first}.2"):
+        jobs.handle_rank_message("failed", job=name, code="cancelled", message="Cancelled.")
+    video = await get_video(jobs, first)
+    assert video["error"] == {"code": "not_finite", "message": "Video 2 of 3: A NaN."}
+    jobs.complete(second, 11.0, loading=10.0)
+    assert [command["job"] for command in ranks.job_groups[-1]] == [f"{second}.1", f"{second}.2"]
+    await jobs.request(f"/v1/videos/{second}", method="DELETE")
+    assert ranks.cancelled[2:] == [f"{second}.1", f"{second}.2"]
+    for name in ranks.cancelled[2:]:
+        assert (jobs.folder / "jobs" / second).exists()
+        jobs.handle_rank_message("failed", job=name, code="cancelled", message="Cancelled.")
+    assert not (jobs.folder / "jobs" / second).exists()
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+async def test_a_restart_continues_with_the_next_video(is_recorded: bool, tmp_path: Path) -> None:
+    """Also if the service was killed between the file of a video and its row in the journal."""
+    jobs = Jobs(tmp_path / "jobs", Limits(batch_size=1))
+    name = await jobs.create({"n": 3, "seed": 7})
+    ranks = jobs.start_idle_ranks()
+    if is_recorded:
+        jobs.complete(name)
+    folder = jobs.folder / "jobs" / name
+    (folder / "video.mp4").unlink(missing_ok=True)
+    write_finished_video(folder)
+    (folder / "video-1.preview.jpg").write_bytes(b"\xff\xd8\xff")
+    jobs.service.journal.close()  # as written before a kill
+    reopened = Jobs(jobs.folder, Limits(batch_size=1))
+    video = await get_video(reopened, name)
+    assert (video["status"], video["steps"]) == ("queued", [2, 6])
+    assert {path.name for path in folder.iterdir()} == {"video.mp4", "video.json"}
+    ranks = reopened.start_idle_ranks()
+    for index in (1, 2):
+        assert ranks.job_groups[-1][0]["job"] == f"{name}.{index}"
+        reopened.complete(f"{name}.{index}")
+    assert (await get_video(reopened, name))["progress"] == 100
+
+
+async def test_a_lost_journal(tmp_path: Path) -> None:
+    """All videos of a folder become one completed job."""
+    jobs = Jobs(tmp_path / "jobs")
+    name = await jobs.create({"n": 2})
+    for stem, seed in (("video", 7), ("video-1", 3)):
+        write_finished_video(jobs.folder / "jobs" / name, RECORD | {"seed": seed}, stem)
+    jobs.service.journal.close()
+    (jobs.folder / "journal.sqlite").unlink()
+    video = await get_video(Jobs(jobs.folder), name)
+    assert video["status"] == "completed"
+    assert [(output["seed"], output["status"]) for output in video["data"]] == [
+        (7, "completed"),
+        (3, "completed"),
+    ]

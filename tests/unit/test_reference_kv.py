@@ -1,0 +1,85 @@
+"""Attention to reference frames, merged by log-sum-exp, against a dense masked softmax."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.animate2_network import CASES, Case
+from wan.kernels.sdpa import SdpaKernel
+from wan.modules.reference_kv import ReferenceKV, ReferenceLayout, ReferencePass
+
+HEADS, HEAD_DIM = 3, 8
+
+
+def attend_by_mask(
+    case: Case, qkv: list[Tensor], reference_kv: list[Tensor], log_scale: float
+) -> Tensor:
+    """The official layout: slots of both videos, with zeros where a slot has no token; float64."""
+    frames, slots = case.generated[0], max(math.prod(case.frame), math.prod(case.reference[1:]))
+
+    def place(x: Tensor, frame_size: int, num_frames: int) -> Tensor:
+        x_NTAD = x[0].double().transpose(0, 1).unflatten(1, (-1, frame_size))
+        padded = x.new_zeros(HEADS, num_frames, slots, HEAD_DIM, dtype=torch.float64)
+        padded[:, : x_NTAD.shape[1], :frame_size] = x_NTAD
+        return padded.flatten(1, 2)
+
+    full, size = case.full_frames, math.prod(case.frame)
+    reference_size = math.prod(case.reference[1:])
+    keys, values = (
+        torch.cat((place(x, size, full), place(r, reference_size, full - 1)), dim=1)
+        for x, r in zip(qkv[1:], reference_kv, strict=True)
+    )
+    query_frame = torch.arange(frames).repeat_interleave(size)[:, None]
+    slot_frame = torch.arange(full).repeat_interleave(slots)
+    sees_reference = query_frame == slot_frame[slots:]
+    bias = torch.zeros(len(query_frame), keys.shape[1], dtype=torch.float64)
+    bias[:, : full * slots][:, slot_frame == 1] = log_scale
+    bias[:, full * slots :][~sees_reference] = -math.inf
+    q_NSD = qkv[0][0].double().transpose(0, 1)
+    weights = (q_NSD @ keys.mT / HEAD_DIM**0.5 + bias).softmax(-1)
+    return (weights @ values).transpose(0, 1)[None]
+
+
+@pytest.mark.parametrize("log_scale", [0.0, -1.3])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_dense_masked_softmax(name: str, log_scale: float) -> None:
+    case = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(tokens: int) -> Tensor:
+        return torch.randn(1, tokens, HEADS, HEAD_DIM, generator=generator)
+
+    tokens = math.prod(case.generated)
+    qkv = [noise(tokens) for _ in range(3)]
+    reference_kv = [noise(math.prod(case.reference)) for _ in range(2)]
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
+        q, k, v, *reference = (x.to(dtype) for x in (*qkv, *reference_kv))
+        expected = attend_by_mask(case, [q, k, v], reference, log_scale)
+        layout = ReferenceLayout(case.reference, case.generated, tokens, case.full_frames, 0)
+        kv = ReferenceKV(layout, torch.device("cpu"))
+        kv.record(0, 0, *reference, (0, 1))
+        kv.is_complete = True
+        layer = ReferencePass(kv, log_scale, [0]).get_layer(0)
+        blocks = [(0, 2), (2, 7), (7, tokens - 1), (tokens - 1, tokens)]  # cut inside frames
+        queries = [(start, q[:, start:stop]) for start, stop in blocks]
+        # The keys of two ring ranks.
+        kv_blocks = [(1, k[:, 17:], v[:, 17:]), (0, k[:, :17], v[:, :17])]
+        actual = layer.attend(SdpaKernel(), queries, kv_blocks, [17, tokens - 17])
+        assert (torch.cat(actual, dim=1) - expected).abs().max() <= tolerance, dtype
+
+
+@pytest.mark.parametrize("ring_size", [1, 2, 3, 5])
+def test_a_ring_rank_keeps_the_frames_of_its_queries(ring_size: int) -> None:
+    """By definition: the frame of each of its tokens, minus one."""
+    for name, case in CASES.items():
+        tokens = math.prod(case.generated)
+        padded = -(-tokens // (2 * ring_size)) * 2 * ring_size
+        layout = ReferenceLayout(case.reference, case.generated, padded, case.full_frames, 0)
+        for rank in range(ring_size):
+            rows = range(rank * padded // ring_size, (rank + 1) * padded // ring_size)
+            frames = {row // math.prod(case.frame) - 1 for row in rows if row < tokens} - {-1}
+            assert {*layout.find_frames(rank, ring_size)} == frames, name
