@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -113,9 +114,10 @@ def compute_velocity(
     case: Case,
     skip_blocks: tuple[int, ...] = (),
     log_scale: float = 0.0,
+    step_context: AbstractContextManager[object] | None = None,
     **reference_options: Any,
 ) -> Tensor:
-    """Runs the reference pass and one denoising step."""
+    """Runs the reference pass, and one denoising step in `step_context`."""
     inputs = make_inputs(case)
     reference_kv = model.compute_reference_kv(
         inputs.reference,
@@ -125,15 +127,16 @@ def compute_velocity(
         full_frames=case.full_frames,
         **reference_options,
     )
-    (velocity,) = model(
-        [inputs.x],
-        inputs.t,
-        [inputs.text],
-        inputs.x[0].numel() // 4,
-        [inputs.y],
-        clip_fea=inputs.clip,
-        reference_kv=reference_kv,
-        skip_blocks=skip_blocks,
-        log_scale=log_scale,
-    )
+    with nullcontext() if step_context is None else step_context:
+        (velocity,) = model(
+            [inputs.x],
+            inputs.t,
+            [inputs.text],
+            inputs.x[0].numel() // 4,
+            [inputs.y],
+            clip_fea=inputs.clip,
+            reference_kv=reference_kv,
+            skip_blocks=skip_blocks,
+            log_scale=log_scale,
+        )
     return velocity

@@ -100,6 +100,9 @@ INVALID_PLANS = {
     "FP8 on an A2": ["--chip", "A2", *FP8],
     "laser on an A5": ["--chip", "A5", *LASER],
     "a Duo": ["--chip", "Duo", *RAIN],
+    "FP8 with a reference video": ["--task", "animate2-14B", *FP8],
+    "laser with a reference video": ["--task", "animate2-14B", "--chip", "A2", *LASER],
+    "compiled with a reference video": ["--task", "animate2-14B", "--compile"],
     "sparse v2 on an A5": ["--chip", "A5", *RAIN],
     "sparse fp32": ["--chip", "A3", *RAIN, "--precision", "fp32"],
     "FP8 exchange in a ring only": [

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,12 +18,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests import animate2_network
 from tests.conftest import slow
 from tests.dist import Ranks, make_rank_envs, run_on_ranks
 from tests.distributed.methods import make_small_methods
 from tests.distributed.test_attention_matrix import GatheringKernel
 from tests.distributed.test_model import Job
-from tests.distributed.topology import ROWS, Topology, attention_layer
+from tests.distributed.topology import ROWS, Topology, attention_layer, make_block_attention
 from wan.cli import main as generate
 from wan.distributed.sequence_shards import ShardedSequence
 from wan.kernels.rainfusion_masks import make_window_order
@@ -150,6 +153,43 @@ def trace_control_modes(skipped: bool) -> list[RankReport]:
             job.velocities(net)
         reports.append(analyze_trace(Trace(plan, events, {})))
     return reports
+
+
+@torch.inference_mode()
+def trace_reference_attention() -> list[RankReport]:
+    """Trace every mode of Animate-2, whose guidance branch leaves out a block."""
+    case, reports = animate2_network.CASES["equal grids"], []
+    for topology, mode in product((Topology(2, 1), Topology(1, 2)), ROWS):
+        plan = replace(
+            make_plan(topology, mode, "dense"),
+            heads=animate2_network.SIZES["num_heads"],
+            layers=animate2_network.SIZES["num_layers"],
+            tokens=prod(case.generated),
+        )
+        layer, events = attention_layer(topology, mode), list[trace.Event]()
+        model = animate2_network.make_network(
+            attention=make_block_attention(layer), sequence_shard=ShardedSequence(None)
+        )
+        with trace.use_recorder(Recorder((0,), HostClock(), events.extend)):
+            animate2_network.compute_velocity(
+                model, case, (animate2_network.SKIPPED,), -1.3, record_branch()
+            )
+        reports.append(analyze_trace(Trace(plan, events, {})))
+    return reports
+
+
+@contextmanager
+def record_branch() -> Iterator[None]:
+    with trace.record_step(0, "dit"), trace.span("branch", branch="uncond"):
+        yield
+
+
+def test_reference_attention_is_as_planned() -> None:
+    """It and the parts of the keys belong to the attention of a query block."""
+    for reports in run_on_ranks(2, trace_reference_attention):
+        for order in (report.order for report in reports):
+            assert order.difference is None, order.difference
+            assert (order.layers, order.skipped) == (2, 1)
 
 
 def test_control_blocks_are_as_planned() -> None:

@@ -363,7 +363,11 @@ async def test_a_prompt_is_required(jobs: Jobs) -> None:
 
 
 def test_no_prompt_where_files_define_the_video(tmp_path: Path) -> None:
-    tasks = {"s2v-14B": {"image": b"x", "audio": b"x"}, "animate-14B": {"src_pose": b"x"}}
+    tasks = {
+        "s2v-14B": {"image": b"x", "audio": b"x"},
+        "animate-14B": {"src_pose": b"x"},
+        "animate2-14B": {"image": b"x", "src_video": b"x"},
+    }
     for task, files in tasks.items():
         of_task, _ = command._resolve_service_run(["--task", task], tmp_path, 1, 1)
         fields.parse_request(files, of_task, [task])

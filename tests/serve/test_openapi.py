@@ -21,7 +21,9 @@ from wan.serve.rows import ServiceJob
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, read_settings
 
-TASKS = ("t2v-A14B", "i2v-A14B", "ti2v-5B", "s2v-14B", "animate-14B", "vace-1.3B")
+TASKS = (
+    *("t2v-A14B", "i2v-A14B", "ti2v-5B", "s2v-14B", "animate-14B", "animate2-14B", "vace-1.3B"),
+)
 ONE_NETWORK = ("guidance_high", "guidance_low", "boundary_ratio")
 
 
@@ -141,6 +143,8 @@ def test_fields_of_the_running_task(tmp_path: Path) -> None:
     assert schemas["s2v-14B"].keys() >= {"input_reference", "audio", "infer_frames"}
     assert "num_frames" not in schemas["s2v-14B"] and "seconds" not in schemas["s2v-14B"]
     assert schemas["animate-14B"].keys() >= {"src_ref", "src_pose", "src_face"}
+    names = {"input_reference", "src_video", "refert_num", "log_scale"}
+    assert schemas["animate2-14B"].keys() >= names
     started = command._resolve_service_run(["--sample_steps", "7"], tmp_path, 1, 1)[0]
     entry = make_request_schema(started, ["x"], 50, 9).properties
     assert entry["num_inference_steps"]["default"] == 7 and entry["num_frames"]["maximum"] == 49

@@ -17,14 +17,19 @@ from diffusers.modular_pipelines.wan_animate_2.encoders import (
 )
 from diffusers.modular_pipelines.wan_animate_2.video_processor import WanAnimate2VideoProcessor
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from tests.conftest import Refusals, Tiny
 from tests.pipelines import resolve_plan
+from tests.refusals import get_refusal
 from tests.tasks.conftest import TaskRun
 from tests.tasks.tasks import write_moving_box, write_picture
 from tools import make_sound
+from wan.checkpoint.layout import inspect_checkpoint
 from wan.media.audio import add_audio, has_audio
 from wan.media.video_reader import read_frames_at, read_video
+from wan.settings.command import NetworkFiles
+from wan.settings.errors import COMMAND_LINE_NAMING
 from wan.settings.presets import PRESETS
 from wan.tasks.animate2 import (
     compute_frame_indices,
@@ -178,9 +183,37 @@ def test_recipes(tiny: Tiny, tmp_path: Path) -> None:
     assert resolve_plan(*argv, "--recipe", "animate2-10step").params.sample_steps == 10
 
 
-def test_other_rates_and_lengths(tmp_path: Path) -> None:
+def run_notices(argv: list[object], *more: object) -> str:
+    return " ".join(map(COMMAND_LINE_NAMING.render, resolve_plan(*argv, *more).notices))
+
+
+def test_files_of_other_programs(tiny: Tiny, tmp_path: Path) -> None:
+    """One file with a folder of the other networks; official names need the file's name."""
+    others, official = tiny("animate2-14B", "diffusers"), tiny("animate2-14B") / "wan_animate_2"
+    config = json.loads((official / "config.json").read_text())
+    tensors = load_file(official / "wan_animate_2_bf16.safetensors")
+    flat = {name.replace(".block.", "."): tensor for name, tensor in tensors.items()}
+    for name, stored, expected in (
+        ("distilled", {f"model.diffusion_model.{n}": x for n, x in tensors.items()}, "animate2"),
+        ("wan2.2_Animate-2_fp8", flat, "animate2"),
+        ("wan2.1_i2v", flat, "i2v"),
+    ):
+        file = tmp_path / name / f"{name}.safetensors"
+        file.parent.mkdir()
+        save_file(stored, file)
+        (file.parent / "config.json").write_text(json.dumps(config | {"model_type": "i2v"}))
+        checkpoint = inspect_checkpoint(others, NetworkFiles(dit=file))
+        assert (checkpoint.kind, checkpoint.config["model_type"]) == (expected, expected), name
+        assert checkpoint.config["num_heads"] == 40
+    (file.parent / "config.json").write_text(json.dumps({"refer_offset_w": 0}))
+    renamed = file.rename(file.with_name("animate2.safetensors"))
+    message = get_refusal(lambda: inspect_checkpoint(others, NetworkFiles(dit=renamed)))
+    assert "refer_offset_w is 0, but must be -1" in message
+
+
+def test_other_rates_and_lengths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """--fps is the rate at which the driving video is read, and the mp4's."""
-    argv = ["--task", "animate2-14B", "--image", write_picture(tmp_path / "cat.png")]
+    argv = ["--task", "animate2-14B", "--image", write_picture(tmp_path / "cat.png", size=(64, 96))]
     argv += ["--src_video", write_moving_box(tmp_path / "video.mp4", count=30, fps=30)]
     for more, (frames, clips) in {
         (): (24, 1),
@@ -193,6 +226,12 @@ def test_other_rates_and_lengths(tmp_path: Path) -> None:
         assert (run.params.num_frames, run.params.num_clip) == (frames, clips), more
         assert run.output.fps == (16 if "--fps" in more else 24)
         assert math.prod(run.params.video_size) <= 640 * 800
+        notices = [notice for notice in run.notices if notice.startswith("The driving video")]
+        assert len(notices) == (more in ((), ("--fps", 16))), more
+    assert "has 16 frames, and 1 clip(s) of 81" in run_notices(argv, "--fps", 16)
+    assert "--frame_num 17 is enough" in run_notices(argv, "--fps", 16)
+    assert "--frame_num 13 is enough" in run_notices(argv, "--frame_num", 17)
+    assert "fills only 50 %" in caplog.text
 
 
 FLAGS = {

@@ -142,6 +142,20 @@ def test_projecting_the_text_anew_changes_no_bit(task: str, asked: Ask, tmp_path
     ).all()
 
 
+@parametrize_tasks("animate")
+def test_guidance_of_each_task(task: str, asked: Ask, tmp_path: Path) -> None:
+    """NAG without a share of the output changes no bit; with one, and with others, it does."""
+    task_run = asked(task)
+    nag = ("--nag_scale", "11", "--nag_alpha")
+    assert (task_run.make_frames(tmp_path / "v.mp4", *nag, "0") == task_run.frames).all()
+    skipped = ("--slg_blocks", "0", "--slg_start", "0")
+    for flags in ((*nag, "1"), skipped, ("--guider", "cfg_zero"), ("--guider", "apg")):
+        assert (task_run.make_frames(tmp_path / "v.mp4", *flags) != task_run.frames).any(), flags
+    unguided = ("--sample_guide_scale", "1")
+    plain = task_run.make_frames(tmp_path / "v.mp4", *unguided)
+    assert (task_run.make_frames(tmp_path / "v.mp4", *unguided, *nag, "1") != plain).any()
+
+
 @parametrize_tasks("ti2v")
 def test_diffusers_files_give_the_same_video(
     task: str, asked: Ask, tiny: Tiny, tmp_path: Path
@@ -221,7 +235,9 @@ def test_a_run_after_a_killed_one(task: str, asked: Ask, tmp_path: Path) -> None
     assert {path.name for path in tmp_path.iterdir()} == {"v.mp4", "v.json"}
 
 
-@pytest.mark.parametrize("task", ["s2v", slow("animate")])  # long videos: test_long_videos.py
+@pytest.mark.parametrize(
+    "task", ["s2v", slow("animate"), slow("animate2")]
+)  # long videos: test_long_videos.py
 def test_a_killed_video_of_clips_goes_on(task: str, asked: Ask, tmp_path: Path) -> None:
     """Stored clips are not made again, and the finished video is that of one run."""
     task_run, out = asked(task), tmp_path / "v.mp4"
@@ -278,7 +294,8 @@ def test_each_kind_of_task_is_tested() -> None:
 def test_a_run_takes_no_more_than_planned(task: str, asked: Ask, tmp_path: Path) -> None:
     """Compares the peak bytes of live tensors, without weights in memory-mapped files."""
     task_run = asked(task)
-    argv = [*task_run.argv, "--save_file", str(tmp_path / "v.mp4"), "--device", "cpu"]
+    guidance = ["--nag_scale", "5", "--guider", "apg"] if task != "t2v" else []
+    argv = [*task_run.argv, *guidance, "--save_file", str(tmp_path / "v.mp4"), "--device", "cpu"]
     live = StorageTracker("cpu")
     with live:
         assert run_generate(*argv) == 0

@@ -286,6 +286,7 @@ def test_refusals_of_single_classes(tmp_path: Path, caplog: pytest.LogCaptureFix
     sizes = {"steps": 3, "sample_shift": 3.0, "high_noise_steps": 0}
     curve.write_text(json.dumps({"task": "t2v-1.3B", **sizes, "ratios": ratios}))
     apply_cache_on_pipe(video_case.pipe, "mag", curve=curve, force=True)
+    messages["easy"] = get_refusal(apply_cache_on_pipe, video_case.pipe, "easy")
     messages["mag from the middle"] = get_refusal(video_case.make_latents)
     case = CASES["modular"]()
     expected = case.make_latents()
@@ -302,6 +303,22 @@ def test_refusals_of_single_classes(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert (case.make_latents() - expected).abs().max() <= TOLERANCE
     assert caplog.messages == ["Step cache steps: steps skipped: none."] * 2
     check_refusals("diffusers: classes", messages)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ClassifierFreeZeroStarGuidance",
+        "AdaptiveProjectedGuidance",
+        "TangentialClassifierFreeGuidance",
+    ],
+)
+def test_guiders_of_two_predictions(name: str) -> None:
+    case = CASES["modular"]()
+    case.pipe.update_components(guider=getattr(diffusers, name)(guidance_scale=4.0))
+    expected = case.make_latents()
+    apply_cache_on_pipe(case.pipe, "steps:0,1,2", force=True)
+    assert (case.make_latents() - expected).abs().max() <= TOLERANCE
 
 
 def test_a_pipeline_in_bfloat16_may_cache_guidance(video: Video) -> None:

@@ -221,6 +221,7 @@ def test_latents_do_not_choose_where_the_video_goes(tiny, tmp_path: Path) -> Non
 TWO, NPU, RAIN = ("--ulysses_size", "2"), ("--device", "npu"), ("--use_rainfusion",)
 EXTEND, S2V = ("--use_prompt_extend",), ("--task", "s2v-14B")
 VACE = ("--task", "vace-14B")
+APG, SLG, NAG = ("--guider", "apg"), ("--slg_blocks", "9"), ("--nag_scale", "5")
 ANIMATE, I2V = ("--task", "animate-14B"), ("--task", "i2v-A14B")
 TI2V = ("--task", "ti2v-5B")
 SOURCE = ("--src_video", str(Path(__file__).parents[2] / "examples/control/source.mp4"))
@@ -248,6 +249,18 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "sample_steps": ("7", 7, ()),
     "sample_shift": ("3", 3.0, ()),
     "sample_guide_scale": ("2,5", (2.0, 5.0), ()),
+    "guider": ("apg", "apg", ()),
+    "zero_init_steps": ("2", 2, ("--guider", "cfg_zero")),
+    "apg_eta": ("0.5", 0.5, APG),
+    "apg_momentum": ("-0.7", -0.7, APG),
+    "apg_threshold": ("0.1", 0.1, APG),
+    "slg_blocks": ("9,10", (9, 10), ()),
+    "slg_start": ("0.2", 0.2, SLG),
+    "slg_stop": ("0.8", 0.8, SLG),
+    "nag_scale": ("5", 5.0, ()),
+    "nag_tau": ("3", 3.0, NAG),
+    "nag_alpha": ("0.5", 0.5, NAG),
+    "nag_norm": ("l2", "l2", NAG),
     "noise_device": ("device", "device", ()),
     "device": ("cpu", "cpu", ()),
     "precision": ("fp32", "fp32", ()),

@@ -56,6 +56,7 @@ CONTRADICTIONS = {
     "no policy": "--step_cache_threshold 0.5",
     "cfg on halves": "--step_cache cfg --cfg_size 2",
     "cfg unguided": "--step_cache cfg --sample_guide_scale 1",
+    "easy, few steps": "--step_cache easy --sample_steps 11",
     "two policies": "--use_attentioncache --step_cache mag",
     "compiled": "--step_cache attention --compile",
     "start behind end": "--use_attentioncache --start_step 38",
@@ -487,6 +488,7 @@ def test_the_rebuilt_branch_has_the_kept_difference(h: int, w: int) -> None:
 POLICY_FLAGS: dict[str, tuple[str, ...]] = {
     "first_block": ("--step_cache=first_block", "--step_cache_threshold=0.6"),
     "tea": ("--step_cache=tea", "--step_cache_coefficients=1,0", "--step_cache_threshold=1"),
+    "easy": ("--step_cache=easy", "--step_cache_threshold=2"),
     "steps": ("--step_cache=steps:0-3,9,15-19",),
 }
 

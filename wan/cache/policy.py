@@ -9,10 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from operator import ne, or_
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from wan.guidance.guider import make_guider, select_skipped_blocks
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import TRAIN_TIMESTEPS, Preset
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 
 BRANCHES = ("cond", "uncond")
 MIN_STEPS = 8
-SkipTarget = Literal["blocks", "attention", "uncond"]
-"""The part of a step that a cache skips: blocks, self-attention, or the uncond branch."""
+SkipTarget = Literal["blocks", "attention", "uncond", "network"]
+"""The part of a step that a cache skips: blocks, self-attention, the uncond branch, or all."""
 StepMask = tuple[bool, ...]
 """For each step: True if the part that the policy may skip is computed."""
 StepLists = dict[str, StepMask]
@@ -98,14 +100,16 @@ class Policy(ABC):
         if steps is None:
             return None
         schedule = make_noise_schedule(params)
-        left_out = (False,) * schedule.first_step
+        first = max(schedule.first_step, make_guider(params).num_zero_steps)
+        left_out, experts = (False,) * first, schedule.experts[first - schedule.first_step :]
         has_warmup = "step_cache_warmup" in POLICIES[self.settings.policy].parameters
         warmup = self.settings.step_cache_warmup if has_warmup else 0
-        forced_steps = list_forced_steps(schedule.experts, warmup)
+        # A step with other skipped blocks than the one before has nothing to reuse.
+        skipped_blocks = [select_skipped_blocks(params, first + i) for i in range(len(experts))]
+        is_switch = [False, *map(ne, skipped_blocks[1:], skipped_blocks)]
+        forced_steps = [*map(or_, list_forced_steps(experts, warmup), is_switch)]
         step_lists = {
-            name: left_out
-            + tuple(map(any, zip(forced_steps, steps[name][schedule.first_step :], strict=True)))
-            for name in BRANCHES
+            name: left_out + tuple(map(or_, forced_steps, steps[name][first:])) for name in BRANCHES
         }
         if sync_branches:
             step_lists = dict.fromkeys(
@@ -262,6 +266,7 @@ class Cache:
         ]
         description = {
             "blocks": "steps skipped",
+            "network": "steps skipped",
             "attention": "steps without self-attention",
             "uncond": "steps without a branch",
         }[self.policy.skips]

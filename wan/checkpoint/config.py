@@ -248,12 +248,15 @@ def _read_s2v_config(
 def _read_animate2_config(
     path: Path, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Refuses positions of the reference tokens other than those of the published networks."""
+    """Refuses positions of the reference tokens other than those of the published networks.
+
+    A config.json may name the type of the network whose tensors it has, i2v.
+    """
     config_json = read_json(path) if path.is_file() else {}
     for key, value in _REFERENCE_POSITIONS.items():
         if config_json.get(key, value) != value:
             raise _make_config_error(path, key, config_json[key], format_value(value))
-    return {}
+    return {"model_type": "animate2"}
 
 
 def _read_vace_config(

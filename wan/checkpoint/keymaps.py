@@ -185,6 +185,11 @@ def rename_animate2_to_diffusers(official: str) -> str:
     return _apply_rules(official, _PROJECTIONS)
 
 
+def nest_animate2_block(official: str) -> str:
+    """Returns the name of a block's tensor in Animate-2's official files."""
+    return re.sub(r"^(blocks\.\d+\.)", r"\1block.", official)
+
+
 def rename_t5_to_transformers(name: str) -> str:
     """Returns the UMT5EncoderModel name of an official or llama.cpp text encoder tensor."""
     return _apply_rules(name, _T5_GGUF + _T5)

@@ -6,7 +6,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from wan.checkpoint.keymaps import rename_dit_to_diffusers
+from wan.checkpoint.keymaps import (
+    nest_animate2_block,
+    rename_animate2_to_diffusers,
+    rename_dit_to_diffusers,
+)
 from wan.checkpoint.prefixes import NETWORK_PREFIXES
 
 
@@ -256,6 +260,7 @@ def map_layer_spellings(parameters: Mapping[str, Any]) -> dict[str, str]:
             official,
             diffusers_name.removesuffix(f".{parameter}") if parameter != "modulation" else official,
         ]
+        names += [rename_animate2_to_diffusers(official), nest_animate2_block(official)]
         if names[1].endswith(".to_out.0"):  # diffusers' attention processors have to_out_lora
             names.append(names[1].removesuffix(".0"))
         for spelling in names:

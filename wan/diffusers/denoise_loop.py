@@ -109,7 +109,9 @@ class ModularLoop(DenoiseLoop):
 
     def find_step(self, expert: str, context: str | None) -> tuple[int, int, str]:
         self._guider = guider = self._guiders[expert]
-        branch = "cond" if guider.is_conditional else "uncond"
+        # diffusers' tangential guider has no is_conditional.
+        is_conditional = getattr(guider, "is_conditional", guider._count_prepared == 1)
+        branch = "cond" if is_conditional else "uncond"
         return guider._step, len(self.pipe.scheduler.timesteps), branch
 
     @property

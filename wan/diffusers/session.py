@@ -96,6 +96,9 @@ class Session:
             mesh.make_parallel_groups(device, parallel.mesh_shape) if world_size > 1 else None
         )
         self.caches = build.build_step_cache(self.setup, self.groups)
+        if self.caches.get_if_skips("network") is not None:
+            why = "needs the velocities of both branches, which a pipeline combines itself"
+            raise InputError("`step_cache=easy`", None, why, "use first_block or mag")
         self.caches.compute_changes = self._compute_embedding_changes
         self.components = build.build_components(self.setup, selected, self.groups, self.caches)
         self.pairs_branches = (

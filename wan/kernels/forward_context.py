@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from wan.settings.attention_modes import Grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttentionGuidance:
+    """Guidance in cross-attention by a second text.
+
+    Attributes:
+        context: Embeddings of the negative prompt, [length, text_dim].
+        combine: Combines the attention outputs [B,L,N,D] to the prompt and to the second text.
+    """
+
+    context: Tensor
+    combine: Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +40,8 @@ class StepInfo:
         layer: Index of the block; None outside the blocks.
         first_head: Global index of the first head that this rank attends with.
         first_row: Global index of this rank's first query row.
+        skipped_blocks: Blocks that this branch skips.
+        text_guidance: Guidance in cross-attention; None: none.
     """
 
     index: int
@@ -34,3 +54,11 @@ class StepInfo:
     layer: int | None = None
     first_head: int = 0
     first_row: int = 0
+    skipped_blocks: tuple[int, ...] = ()
+    text_guidance: CrossAttentionGuidance | None = field(default=None, compare=False)
+
+    def for_branch(self, branch: str) -> StepInfo:
+        """Returns the step of a branch: uncond skips blocks, cond has guidance in attention."""
+        if branch == "cond":
+            return replace(self, branch=branch, skipped_blocks=())
+        return replace(self, branch=branch, text_guidance=None)

@@ -284,11 +284,12 @@ def compare_with_plan(plan: ExchangePlan, events: Sequence[Event]) -> OrderCompa
 
 
 def _find_skipped_layers(events: Sequence[Event], plan: ExchangePlan) -> set[int]:
-    """Finds the layers whose self-attention a step cache skipped in a forward pass."""
+    """Finds the layers whose self-attention a forward pass skipped, by a step cache or at all."""
     skipped_layers: set[int] = set()
     for event in events:
         attributes = event.attributes
-        if event.operation != "cache" or attributes.get("decision") != "skipped":
+        is_cached = event.operation == "cache" and attributes.get("decision") == "skipped"
+        if not is_cached and event.operation != "skip":
             continue
         layer, first_layer = attributes.get("layer"), attributes.get("first")
         if isinstance(layer, int):

@@ -57,6 +57,7 @@ class ForwardContext:
         valid_len: Number of real tokens in the global sequence.
         step: Sampling step, expert and branch, for attention layers and caches.
         reference: Further keys of self-attention, of Animate-2.
+        second_text: [B,T,C], embedded second text, for guidance in cross-attention.
     """
 
     timestep_segments: TimestepSegments
@@ -64,6 +65,7 @@ class ForwardContext:
     valid_len: int
     step: StepInfo | None = None
     reference: ReferencePass | None = None
+    second_text: Tensor | None = None
 
 
 class WanAttentionBlock(nn.Module):
@@ -120,11 +122,11 @@ class WanAttentionBlock(nn.Module):
             y_BLC = x_BLC.to(dtype, copy=True)
         with trace.span("cross-attention"):
             context_kv = (
-                self.cross_attn.project_context_kv(context_BTC)
+                self.cross_attn.project_context_kv(context_BTC, forward_context.second_text)
                 if context_kv is None
                 else context_kv
             )
-            y_BLC = self.cross_attn(y_BLC, context_kv)
+            y_BLC = self.cross_attn(y_BLC, context_kv, forward_context.step)
 
         x_BLC, y_BLC = ops.add_modulated_norm(
             x_BLC, y_BLC, shift2, scale2, segments, self.eps, dtype
@@ -239,23 +241,28 @@ class WanCrossAttention(WanAttention):
             self.k_img, self.v_img = (nn.Linear(sizes.dim, sizes.dim) for _ in range(2))
             self.norm_k_img = nn.RMSNorm(sizes.dim, sizes.eps) if sizes.qk_norm else nn.Identity()
 
-    def project_context_kv(self, context_BTC: Tensor) -> ContextKV:
-        """Projects keys and values of text and image tokens, which are the same in all steps."""
-        if self.k_img is None:
-            return self.project_k(context_BTC), self.project_v(context_BTC)
-        text, image = context_BTC[:, -self.text_len :], context_BTC[:, : -self.text_len]
-        return (
-            self.project_k(text),
-            self.project_v(text),
-            self.norm_and_rotate(self.norm_k_img, self.k_img(image)),
-            self.v_img(image).unflatten(-1, (self.num_heads, -1)),
-        )
+    def project_context_kv(
+        self, context_BTC: Tensor, second_text_BTC: Tensor | None = None
+    ) -> ContextKV:
+        """Projects keys and values of texts and image tokens, which are the same in all steps."""
+        text_BTC = context_BTC if self.k_img is None else context_BTC[:, -self.text_len :]
+        kv: ContextKV = (self.project_k(text_BTC), self.project_v(text_BTC))
+        if self.k_img is not None:
+            image = context_BTC[:, : -self.text_len]
+            k_img = self.norm_and_rotate(self.norm_k_img, self.k_img(image))
+            kv += (k_img, self.v_img(image).unflatten(-1, (self.num_heads, -1)))
+        if second_text_BTC is not None:
+            kv += (self.project_k(second_text_BTC), self.project_v(second_text_BTC))
+        return kv
 
-    def forward(self, x_BLC: Tensor, kv: ContextKV) -> Tensor:
+    def forward(self, x_BLC: Tensor, kv: ContextKV, step: StepInfo | None = None) -> Tensor:
+        """Attends to the texts and image tokens; step: has the guidance by a second text."""
         q_BLND = self.project_q(x_BLC)
         out_BLND = self.kernel(q_BLND, *kv[:2])
-        if len(kv) > 2:
-            out_BLND = out_BLND + self.kernel(q_BLND, *kv[2:])
+        if step is not None and step.text_guidance is not None:
+            out_BLND = step.text_guidance.combine(out_BLND, self.kernel(q_BLND, *kv[-2:]))
+        if self.k_img is not None:
+            out_BLND = out_BLND + self.kernel(q_BLND, *kv[2:4])
         return self.project_out(out_BLND)
 
 

@@ -156,8 +156,9 @@ class SingleDeviceAttention:
         if reference is not None and reference.is_recording:
             reference.record(0, k_BLND, v_BLND)
         elif reference is not None:
-            kv_blocks = [(0, k_BLND, v_BLND)]
-            return reference.attend(self.kernel, [(0, q_BLND)], kv_blocks, [k_BLND.shape[1]])[0]
+            kv_blocks, valid_rows = [(0, k_BLND, v_BLND)], [k_BLND.shape[1]]
+            with trace.add_context(chunk=0):
+                return reference.attend(self.kernel, [(0, q_BLND)], kv_blocks, valid_rows)[0]
         with trace.span("attention", q_BLND, chunk=0, block=0, method="dense"):
             return self.kernel(q_BLND, k_BLND, v_BLND)
 

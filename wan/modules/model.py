@@ -229,8 +229,9 @@ class WanModel(nn.Module):
             if conditioning
             else self.rope.get(grid, x_BCFHW.device, self.sequence_shard.shard)
         )
-        embedded_context = self._embed_context(context, clip_fea)
+        embedded_context = self._embed_context(context, clip_fea, step)
         after_block = conditioning.after_block if conditioning else {}
+        skipped_blocks = step.skipped_blocks if step else ()
         reference = conditioning.reference if conditioning else None
         forward_context = ForwardContext(
             self.sequence_shard.get_local_segment_lengths(segment_lengths),
@@ -238,6 +239,7 @@ class WanModel(nn.Module):
             sum(segment_lengths),
             step,
             reference,
+            embedded_context.second_text,
         )
         block_inputs = BlockInputs(e0_BR6C, embedded_context, forward_context)
 
@@ -245,10 +247,10 @@ class WanModel(nn.Module):
             if conditioning is not None and conditioning.before_blocks is not None and start == 0:
                 conditioning.before_blocks(x_BLC)
             for layer, block in islice(enumerate(self.blocks), start, stop):
-                if reference is not None and layer not in reference.layers:
-                    _skip_block(block)
-                    continue
-                x_BLC = self._run_block(layer, x_BLC, block_inputs)
+                if layer in skipped_blocks or (reference and layer not in reference.layers):
+                    _skip_block(block, layer)
+                else:
+                    x_BLC = self._run_block(layer, x_BLC, block_inputs)
                 if layer in after_block:
                     x_BLC = after_block[layer](x_BLC, block_inputs)
             return x_BLC
@@ -333,21 +335,31 @@ class WanModel(nn.Module):
         x = x_BSC.reshape(-1, f, h, w, p, q, r, self.out_dim).permute(0, 7, 1, 4, 2, 5, 3, 6)
         return x.reshape(-1, self.out_dim, f * p, h * q, w * r)
 
-    def _embed_context(self, context: list[Tensor], clip_fea: Tensor | None) -> EmbeddedContext:
-        """Embeds image and text tokens of the context, or returns the cached embedding."""
+    def _embed_context(
+        self, context: list[Tensor], clip_fea: Tensor | None, step: StepInfo | None
+    ) -> EmbeddedContext:
+        """Embeds the image and text tokens of a call, or returns the cached embedding."""
         cache = None if torch.is_grad_enabled() else self.context_cache
-        cache_key = context if clip_fea is None else [*context, clip_fea]
+        guidance = step.text_guidance if step else None
+        second = [] if guidance is None else [guidance.context] * len(context)
+        cache_key = [*context, len(second), *second, *([] if clip_fea is None else [clip_fea])]
         state = None if cache is None else cache.get(cache_key)
         if state is None:
-            padded = torch.stack([F.pad(c, (0, 0, 0, self.text_len - len(c))) for c in context])
-            embedding = self.text_embedding(padded.to(self.patch_embedding.weight.dtype))
+            embedding = self._embed_texts(context)
             if self.img_emb is not None and clip_fea is not None:
                 image = self.img_emb(clip_fea).to(embedding).expand(len(context), -1, -1)
                 embedding = torch.cat((image, embedding), dim=1)
-            state = EmbeddedContext(embedding, [None] * self.num_cross_attention_layers)
+            second_text = self._embed_texts(second) if second else None
+            kv: list[ContextKV | None] = [None] * self.num_cross_attention_layers
+            state = EmbeddedContext(embedding, kv, second_text)
             if cache is not None:
                 cache.add(cache_key, state)
         return state
+
+    def _embed_texts(self, texts: list[Tensor]) -> Tensor:
+        padded = torch.stack([F.pad(text, (0, 0, 0, self.text_len - len(text))) for text in texts])
+        embedding: Tensor = self.text_embedding(padded.to(self.patch_embedding.weight.dtype))
+        return embedding
 
     @property
     def num_cross_attention_layers(self) -> int:
@@ -420,8 +432,9 @@ class WanModel(nn.Module):
         return super()._apply(fn, recurse)
 
 
-def _skip_block(block: Any) -> None:
+def _skip_block(block: Any, layer: int) -> None:
     """Leaves a block out; FSDP's ranks gather it all the same, as others may compute it."""
+    trace.record_marker("skip", layer=layer)
     if hasattr(block, "unshard"):
         block.unshard()
         block.reshard()

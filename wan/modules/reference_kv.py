@@ -307,7 +307,7 @@ class LayerReference:
         for start, stop, frames in runs:
             local = slice(frames.start - first_frame, frames.stop - first_frame)
             q_TAND = q_1SND[0, start:stop].unflatten(0, (len(frames), -1))
-            with trace.span("attention", q_TAND, keys=k_TAND.shape[1], method="reference"):
+            with trace.span("reference attention", q_TAND, keys=k_TAND.shape[1]):
                 out_TAND, lse_TNA = kernel.with_lse(q_TAND, k_TAND[local], v_TAND[local])
             out_1SND[0, start:stop] = out_TAND.flatten(0, 1)
             lse_1NS[0, :, start:stop] = lse_TNA.transpose(0, 1).flatten(1)

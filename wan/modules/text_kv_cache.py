@@ -15,15 +15,21 @@ from torch import Tensor
 from wan.utils.torch_private import count_in_place_writes
 
 ContextKV = tuple[Tensor, ...]
-"""Cross-attention keys and values of the text, [B,T,N,D] each, then those of the image, if any."""
+"""Cross-attention keys and values of the text, [B,T,N,D] each, then those of the image, if any,
+then those of a second text, if there is guidance in cross-attention."""
 
 
 @dataclass
 class EmbeddedContext:
-    """Embedding [B,T,C] of image tokens, if any, and text; cached keys and values per layer."""
+    """Embedding [B,T,C] of image tokens, if any, and text; cached keys and values per layer.
+
+    Attributes:
+        second_text: Embedding [B,T,C] of a second text, for guidance in cross-attention.
+    """
 
     embedding: Tensor
     kv: list[ContextKV | None] = field(default_factory=list)
+    second_text: Tensor | None = None
 
 
 T = TypeVar("T")

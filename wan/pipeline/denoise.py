@@ -19,7 +19,9 @@ from torch import Tensor
 
 from wan.cache.policy import Cache
 from wan.checkpoint.lora_folder import VideoLoras
-from wan.kernels.forward_context import StepInfo
+from wan.guidance.guider import combine_linearly, make_guider, select_skipped_blocks
+from wan.guidance.nag import NormalizedAttention
+from wan.kernels.forward_context import CrossAttentionGuidance, StepInfo
 from wan.pipeline.preview import Preview
 from wan.pipeline.scheduler import make_solver
 from wan.settings.errors import NotFiniteError
@@ -57,6 +59,15 @@ class ExpertSource(Protocol):
 
 RunBranches = Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]]
 """Calls a function with "cond" and with "uncond", and returns both results."""
+CombineBranches = Callable[[Tensor, Tensor, float], Tensor]
+"""combine(cond, uncond, scale): the velocity of a step; see `wan.guidance.guider.Guider`."""
+ComputeVelocities = Callable[[], tuple[Tensor, ...]]
+"""Computes the velocities of cond and, with guidance, of uncond."""
+
+
+def compute_directly(compute: ComputeVelocities) -> tuple[Tensor, ...]:
+    """Computes a step without a cache of velocities."""
+    return compute()
 
 
 def run_both_branches(predict_branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
@@ -110,6 +121,8 @@ class DenoisingLoop:
         self._callback_on_step_end, self._preview = callback_on_step_end, preview
         self._inputs = replace(inputs, initial_latents=torch.empty(0))  # only self.latents has them
         self._noise_schedule, self._num_steps_done = make_noise_schedule(params), 0
+        self._guider = make_guider(params)
+        self._attention_guidance = None if params.nag_scale is None else NormalizedAttention(params)
         self._solver, self._timesteps = make_solver(
             params, self._noise_schedule, inputs.sample_noise
         )
@@ -189,27 +202,15 @@ class DenoisingLoop:
     ) -> None:
         params, inputs = self.params, self._inputs
         expert = self._noise_schedule.experts[index]
-        low_noise_scale, high_noise_scale = params.sample_guide_scale
-        timestep, grid, latents = self._timesteps[index], params.grid, self.latents
+        timestep, latents = self._timesteps[index], self.latents
         step_index = self._noise_schedule.step_range[index]
-        step = StepInfo(step_index, params.num_forwards, "cond", expert, grid, prod(grid))
-        predict_branch = partial(
-            predict_velocity,
-            model,
-            latents,
-            inputs.make_model_timesteps(timestep),
-            inputs,
-            step,
-        )
-        guidance_cache = None if step_cache is None else step_cache.get_if_skips("uncond")
         with trace.record_step(step_index, expert):  # excludes loading
-            guided_velocity = apply_guidance(
-                predict_branch,
-                high_noise_scale if expert == "high_noise" else low_noise_scale,
-                run_branches
-                if guidance_cache is None
-                else partial(guidance_cache, step_index, run_branches),
-            )
+            if step_index < self._guider.num_zero_steps:
+                guided_velocity = torch.zeros_like(latents)
+            else:
+                guided_velocity = self._predict_guided_velocity(
+                    index, model, run_branches, step_cache
+                )
             with cancellation_point.local_section():
                 solver_output = self._solver.step(
                     guided_velocity, timestep.float(), latents, return_dict=False
@@ -225,6 +226,43 @@ class DenoisingLoop:
             clean_latents = latents - self._noise_schedule.sigmas[index] * guided_velocity
             clean_latents = inputs.restore_fixed_frames(clean_latents)
             self._preview.update(strip_reference_frames(params, clean_latents))
+
+    def _predict_guided_velocity(
+        self, index: int, model: Denoiser, run_branches: RunBranches, step_cache: Cache | None
+    ) -> Tensor:
+        params, inputs, step = self.params, self._inputs, self._make_step_info(index)
+        low_noise_scale, high_noise_scale = params.sample_guide_scale
+        t = inputs.make_model_timesteps(self._timesteps[index])
+        guidance_cache = None if step_cache is None else step_cache.get_if_skips("uncond")
+        if guidance_cache is not None:
+            run_branches = partial(guidance_cache, step.index, run_branches)
+        velocity_cache = None if step_cache is None else step_cache.get_if_skips("network")
+        return apply_guidance(
+            partial(predict_velocity, model, self.latents, t, inputs, step),
+            high_noise_scale if step.expert == "high_noise" else low_noise_scale,
+            run_branches,
+            self._guider.combine,
+            compute_directly
+            if velocity_cache is None
+            else partial(velocity_cache, step, self.latents, inputs.num_fixed_frames),
+        )
+
+    def _make_step_info(self, index: int) -> StepInfo:
+        params, grid, text_guidance = self.params, self.params.grid, None
+        step_index = self._noise_schedule.step_range[index]
+        if self._attention_guidance is not None:
+            negative_context = self._inputs.negative_context
+            text_guidance = CrossAttentionGuidance(negative_context, self._attention_guidance)
+        return StepInfo(
+            step_index,
+            params.num_forwards,
+            "cond",
+            self._noise_schedule.experts[index],
+            grid,
+            prod(grid),
+            skipped_blocks=select_skipped_blocks(params, step_index),
+            text_guidance=text_guidance,
+        )
 
     def offload(self) -> None:
         """Moves the loop's tensors to the CPU while it is paused."""
@@ -242,9 +280,8 @@ class DenoisingLoop:
             is_latents = isinstance(value, Tensor) and value.shape == shape
             return value.to(device) if is_latents else value
 
-        vars(self._solver).update(
-            {n: move_if_latents(value) for n, value in vars(self._solver).items()}
-        )
+        for state in (self._solver, self._guider):
+            vars(state).update({n: move_if_latents(value) for n, value in vars(state).items()})
         input_names = ("context", "negative_context", "y", "clip_fea")
         inputs = {name: getattr(self._inputs, name) for name in input_names}
         self.latents = self.latents.to(device)
@@ -291,13 +328,13 @@ def predict_velocity(
         model: The expert of the step.
         latents: [Z,f,h,w].
         t: Timesteps, [1] or one for each token.
-        step: The step; its branch is replaced by `branch`.
+        step: The step of both branches.
         branch: "cond" or "uncond".
     """
     context = inputs.context if branch == "cond" else inputs.negative_context
     model_kwargs: dict[str, Any] = {
         **inputs.model_kwargs.get(branch, {}),
-        "step": replace(step, branch=branch),
+        "step": step.for_branch(branch),
     }
     if inputs.y is not None:
         model_kwargs["y"] = [inputs.y]
@@ -311,9 +348,14 @@ def apply_guidance(
     predict_branch: Callable[[str], Tensor],
     scale: float,
     run_branches: RunBranches = run_both_branches,
+    combine: CombineBranches = combine_linearly,
+    get_velocities: Callable[[ComputeVelocities], tuple[Tensor, ...]] = compute_directly,
 ) -> Tensor:
-    """Returns uncond + scale * (cond - uncond); at scale 1 only cond is computed."""
+    """Returns the guided velocity of a step; at scale 1 only cond is computed.
+
+    get_velocities: Computes the velocities, or takes those of an earlier step.
+    """
     if scale == 1:
-        return predict_branch("cond")
-    cond, uncond = run_branches(predict_branch)
-    return uncond + scale * (cond - uncond)
+        return get_velocities(lambda: (predict_branch("cond"),))[0]
+    cond, uncond = get_velocities(lambda: run_branches(predict_branch))
+    return combine(cond, uncond, scale)

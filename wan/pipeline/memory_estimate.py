@@ -57,7 +57,7 @@ class NetworkSize:
     Attributes:
         cached: State that is kept between forwards (text K/V, step cache, masks).
         activations: Everything else at the peak of a forward.
-        per_clip: State that is kept between the forwards of a clip (reference K/V).
+        per_clip: State that is kept between the forwards of a clip (reference K/V), of all layers.
     """
 
     weights: WeightBytes
@@ -134,7 +134,8 @@ def compute_stage_memory(
     previous_clip = Usage(params.task.estimate_host_bytes(params) if device == "cpu" else {})
     # A preview is decoded after the forwards of a step.
     activations = max(sizes.dit.activations, sizes.preview_activations, key=Usage.total)
-    denoising = activations + sizes.dit.per_clip + _estimate_denoising_inputs(params)
+    denoising = activations + _get_usage_per_clip(setup, sizes.dit, device)
+    denoising += _estimate_denoising_inputs(params)
     denoising += previous_clip
     is_overlapped = is_decoding_overlapped(setup, params)
     if is_overlapped or params.preview:
@@ -272,11 +273,11 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
     config, execution, parallel = setup.checkpoint.config, setup.execution, setup.parallel
     c, f, num_control = config["dim"], config["ffn_dim"], setup.checkpoint.num_control_blocks
     e, has_reference = _ITEMSIZE[execution.get_dit_precision(device)], setup.preset.has_reference_kv
-    text_bytes = count_branches(params, parallel) * execution.text_kv_cache
+    num_texts = count_branches(params, parallel) + (params.nag_scale is not None)
+    text_bytes = num_texts * execution.text_kv_cache
     text_bytes *= config["text_len"] * c * e
     reference_tokens = prod(params.grid) - prod(params.grid[1:]) if has_reference else 0
-    reference_bytes = 2 * reference_tokens * c * e // parallel.sequence_size
-    reference_bytes *= count_reference_layers(setup, device)
+    reference_bytes = config["num_layers"] * 2 * reference_tokens * c * e // parallel.sequence_size
     tokens = -(-params.max_clip_tokens // parallel.sequence_size)
     num_streams = 2 if num_control else 1  # the video stream and the control stream
     activations = tokens * (num_streams * 4 * c + e * max(5 * c, 2 * c + f))
@@ -307,6 +308,15 @@ def count_reference_layers(setup: Setup, device: str) -> int:
     return min(3, num_layers) if is_streamed else num_layers
 
 
+def _get_usage_per_clip(setup: Setup, size: NetworkSize, device: str) -> Usage:
+    """Returns the part of `NetworkSize.per_clip` on the device."""
+    num_held, num_layers = (
+        count_reference_layers(setup, device),
+        setup.checkpoint.config["num_layers"],
+    )
+    return +Usage({name: x * num_held // num_layers for name, x in size.per_clip.items()})
+
+
 def estimate_denoising_bytes_without_blocks(setup: Setup, params: VideoParams) -> int:
     """Estimates the bytes of denoising without the weights of the DiT's blocks.
 
@@ -316,7 +326,8 @@ def estimate_denoising_bytes_without_blocks(setup: Setup, params: VideoParams) -
     device = find_planned_capabilities(setup).type
     dit, preview = _estimate_dit(setup, params, device), _estimate_preview(setup, params)
     activations = max(dit.activations, preview, key=Usage.total)
-    usage = dit.cached + activations + dit.per_clip + _estimate_denoising_inputs(params)
+    usage = dit.cached + activations + _get_usage_per_clip(setup, dit, device)
+    usage += _estimate_denoising_inputs(params)
     lora_bytes = max(
         weight_sizes.sum_video_loras(setup, device),
         weight_sizes.sum_video_loras(replace(setup, video_loras={}), device),

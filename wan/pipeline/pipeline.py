@@ -324,7 +324,7 @@ class Pipeline:
         with self.stage_timer("text"):
             context = self._get_prompt_embeds(params.prompt, prompt_embeds)
             negative = context  # not used without guidance
-            if params.uses_guidance:
+            if params.uses_negative_prompt:
                 negative = self._get_prompt_embeds(params.negative_prompt, negative_prompt_embeds)
             self.release(self.text_encoder)
         return context, negative

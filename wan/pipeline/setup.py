@@ -30,7 +30,7 @@ from wan.settings.presets import Preset
 from wan.settings.rules import Values
 from wan.settings.solvers import SOLVERS
 from wan.settings.step_cache import StepCache
-from wan.tasks.base import VideoParams
+from wan.tasks.base import Task, VideoParams
 
 UNCONVERTED_DTYPES = {"fp8_weights": FP8, "gguf_weights": tuple(GGUF)}
 """Setting -> the stored dtypes of weights that it leaves unconverted or upcasts."""
@@ -92,6 +92,7 @@ class Setup:
             "num_experts": len(self.preset.experts),
             "policy": self.cache.policy,
             "num_control_blocks": self.checkpoint.num_control_blocks,
+            "last_block": self.checkpoint.config["num_layers"] - 1,
             "group_by_expert": True,
             "lora_folder": self.lora_options.lora_folder,
         }
@@ -183,6 +184,8 @@ class Setup:
         values = {**(settings or {}), **self._rule_values(), **vars(params)}
         values["solver"] = SOLVERS[params.sample_solver]
         values["step_range"] = params.step_range
+        values |= {"uses_guidance": params.uses_guidance, "slg_range": params.slg_range}
+        values["has_adapters"] = params.task.network != Task.network
         values["num_scales"] = len(params.conditioning_scale or ())
         rules.check_rules((*TASK_RULES, *rules.VIDEO_RULES), values)
         attention.check_attention_request(self.attention, self.parallel, steps, tokens)

@@ -24,7 +24,8 @@ from wan.checkpoint.load import DTYPES, UNSHARDED, DtypeRule, Sharding, make_dit
 from wan.checkpoint.tensor_info import FLOATS, TensorInfo
 from wan.device import Device, select_device
 from wan.distributed import mesh
-from wan.kernels.forward_context import StepInfo
+from wan.guidance.nag import NormalizedAttention
+from wan.kernels.forward_context import CrossAttentionGuidance, StepInfo
 from wan.kernels.interfaces import Target
 from wan.kernels.registry import select_kernels
 from wan.modules import clip, t5
@@ -146,9 +147,8 @@ class Planner:
         """Sums the keys and values of a reference video of all layers, in the host's memory."""
         size = self.measure_forwards(self.setup.parallel)[0].size
         num_held = memory_estimate.count_reference_layers(self.setup, self.device.type)
-        num_layers: int = self.setup.checkpoint.config["num_layers"]
-        is_streamed = num_held < num_layers
-        return is_streamed * size.per_clip["reference K/V"] // num_held * num_layers
+        is_streamed = num_held < self.setup.checkpoint.config["num_layers"]
+        return is_streamed * size.per_clip["reference K/V"]
 
     def list_branches(self, parallel: Parallel) -> tuple[str, ...]:
         """Returns the guidance branches that a rank computes."""
@@ -344,8 +344,7 @@ class Planner:
         per_clip = Usage()
         if reference_kv is not None:
             cached_usage["self-attention"] -= reference_kv.nbytes
-            num_held = memory_estimate.count_reference_layers(setup, self.device.type)
-            per_clip["reference K/V"] = reference_kv.nbytes * num_held // num_measured
+            per_clip["reference K/V"] = reference_kv.nbytes * num_layers // num_measured
         cached_usage = (
             cached_usage - Usage(embeddings=residual_bytes) + Usage({"step cache": residual_bytes})
         )
@@ -433,6 +432,11 @@ class Planner:
         model_kwargs = params.task.make_model_kwargs(params, config, empty)
         if num_images:
             model_kwargs["clip_fea"] = empty(num_images, clip.NUM_TOKENS, config["image_dim"])
+        text_guidance = None
+        if params.nag_scale is not None:
+            second_text = empty(*text_size, dtype=self.dtype)
+            text_guidance = CrossAttentionGuidance(second_text, NormalizedAttention(params))
+            tracker.exclude([second_text])
         tracker.exclude((x, y, *contexts, *_iter_tensors(model_kwargs)))
         t = torch.tensor([500.0])
         token_timesteps = model_kwargs.pop("t", None)
@@ -447,7 +451,10 @@ class Planner:
         for index in [0, *step_indices] if setup.cache.policy != "none" else step_indices:
             tracker.sent_operations.clear()
             for branch, text_LC in zip(branches, contexts, strict=True):
-                step = StepInfo(index, steps, branch, setup.preset.experts[0], grid, prod(grid))
+                step = StepInfo(
+                    *(index, steps, "cond", setup.preset.experts[0], grid, prod(grid)),
+                    text_guidance=text_guidance,
+                ).for_branch(branch)
                 kwargs = model_kwargs | ({"y": [y]} if len(y) else {})
                 with tracker:
                     network([x], t, context=[text_LC], seq_len=prod(grid), **kwargs, step=step)

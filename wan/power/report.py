@@ -30,7 +30,7 @@ from wan.utils.files import check_output, make_json_kind, write_output
 from wan.utils.trace import Event
 
 PARTS = {  # part of a step -> operations
-    "attention": ("attention",),
+    "attention": ("attention", "reference attention"),
     "communication": ("pack", "a2a", "a2a wait", "copy", "hop", "hop wait", "gather"),
     "rotate, quantise": timeline.QUANTIZE_OPERATIONS,
     "projections": ("project",),

@@ -274,7 +274,8 @@ class Output:
     fps: float = command_option(
         REQUIRED,
         real(1, 240),
-        "frames per second of the mp4 (default: the task's, 16, 24 or 30)",
+        "frames per second of the mp4, and of the frames that animate2 reads (default: the task's, "
+        "16, 24 or 30)",
         decoding=True,
         line=True,
         checkpoint=True,

@@ -24,6 +24,7 @@ from wan.settings.command import (
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.execution import Execution
 from wan.settings.fields import Option, list_options
+from wan.settings.guidance import Guidance
 from wan.settings.parallel import Parallel
 from wan.settings.step_cache import StepCache
 from wan.settings.values import join_with_or, switch
@@ -33,6 +34,7 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "video": (VideoSettings, *INPUT_OPTIONS),
     "checkpoint": (CheckpointOptions, NetworkFiles, Loras, VideoLoraOptions),
     "sampling": (Sampling, LatentOptions),
+    "guidance": (Guidance,),
     "device and memory": (Execution,),
     "attention": (Attention,),
     "step cache": (StepCache,),

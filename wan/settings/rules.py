@@ -13,6 +13,7 @@ from typing import Any
 
 from wan.settings.attention_modes import CHUNKED_MODES
 from wan.settings.errors import InputError
+from wan.settings.guidance import GUIDERS
 from wan.settings.noise_tables import OFFICIAL_TABLE
 from wan.settings.solvers import SOLVERS_OF_ANY_TIMESTEPS
 from wan.settings.values import join_with_or
@@ -412,6 +413,59 @@ SAMPLING_RULES = (
 )
 """Rules for the sampling of a video."""
 
+_COMBINES = "combines both guidance branches"
+GUIDANCE_RULES = (
+    *(
+        make_needs_rule(parameter, f"guider={name}")
+        for name, row in GUIDERS.items()
+        for parameter in row.parameters
+    ),
+    *(
+        Rule(
+            (setting,),
+            f"{effect}, and `sample_guide_scale=1` computes only one",
+            "give a larger scale, or drop it",
+            lambda s: not s.uses_guidance,
+        )
+        for setting, effect in (
+            *((f"guider={name}", _COMBINES) for name in GUIDERS if name != "cfg"),
+            ("slg_blocks", "skips blocks of the unconditional branch"),
+        )
+    ),
+    Rule(
+        ("zero_init_steps",),
+        "leaves none of the {sample_steps} steps",
+        "give fewer",
+        lambda s: s.zero_init_steps >= s.sample_steps,
+        "`zero_init_steps={zero_init_steps}`",
+    ),
+    Rule(
+        ("slg_blocks",),
+        "names a block that the network does not have",
+        "name blocks from 0 to {last_block}",
+        lambda s: max(s.slg_blocks) > s.last_block,
+    ),
+    Rule(
+        ("slg_blocks",),
+        "names all blocks of the network",
+        "name one or two, such as 9",
+        lambda s: len(s.slg_blocks) > s.last_block,
+    ),
+    Rule(
+        ("slg_blocks",),
+        "does not start before it stops: `slg_start={slg_range[0]:g}`, `slg_stop={slg_range[1]:g}`",
+        "give a smaller `slg_start`, or a larger `slg_stop`",
+        lambda s: s.slg_range[0] >= s.slg_range[1],
+    ),
+    Rule(
+        ("slg_blocks", "offload_model=block"),
+        "skips blocks with whose weights {task} copies those of its adapters",
+        "drop one of them",
+        lambda s: s.has_adapters,
+    ),
+)
+"""Rules for the guidance of a video."""
+
 IMAGE_RULES = (
     Rule(
         ("has_last_image",),
@@ -469,7 +523,13 @@ CLIP_RULES = (
     ),
 )
 """Rules for videos that are generated clip by clip."""
-VIDEO_RULES = (*PIPELINE_AND_VIDEO_RULES, *SAMPLING_RULES, *IMAGE_RULES, *CLIP_RULES)
+VIDEO_RULES = (
+    *PIPELINE_AND_VIDEO_RULES,
+    *SAMPLING_RULES,
+    *GUIDANCE_RULES,
+    *IMAGE_RULES,
+    *CLIP_RULES,
+)
 """Rules for a video, checked once with all settings known."""
 ALL_RULES = (
     *USER_SETTING_RULES,

@@ -85,6 +85,13 @@ _ROWS = (
         default_threshold=0.2,  # by its authors for Wan2.1 T2V
     ),
     PolicyRow(
+        "easy",
+        "the whole network, while the latents change little (EasyCache)",
+        factory="wan.cache.easy:EasyPolicy",
+        parameters=("step_cache_threshold",),
+        default_threshold=0.05,  # by its authors, who also use 0.1 and 0.2
+    ),
+    PolicyRow(
         "steps:LIST",
         "all blocks but the first, in the steps that are not listed",
         factory="wan.cache.first_block:ListedSteps",

@@ -17,6 +17,7 @@ from wan.settings.presets import TRAIN_TIMESTEPS
 
 _FACTOR_SCHEMA = {"type": "number", "minimum": -100, "maximum": 100}
 _SCALE_SCHEMA = {"type": "number", "exclusiveMinimum": 0, "maximum": 100}
+_BLOCK_SCHEMA = {"type": "integer", "minimum": 0, "maximum": TRAIN_TIMESTEPS - 1}
 _MAX_FRAMES = 4093  # of the networks' 1024 rotary positions: 4 * 1023 + 1
 _MAX_SIDE = 1_000_000  # pixels; the much lower limits of a task are checked in `VideoParams`
 
@@ -361,18 +362,18 @@ def read_timesteps(name: str, raw: Any) -> tuple[float, ...]:
     return tuple(numbers)
 
 
-def parse_step_list(name: str, text: str) -> tuple[int, ...]:
-    """Parses step numbers such as `0-5,8,11` into a rising sequence without duplicates."""
+def parse_step_list(name: str, text: str, noun: str = "step") -> tuple[int, ...]:
+    """Parses numbers such as `0-5,8,11` of steps, or of `noun`s, into a rising sequence."""
     indices: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip())
         if match is None:
-            remedy = "give step numbers from 0, for example 0-5,8,11"
-            raise InputError(name, why=f"has the steps {format_value(text)}", remedy=remedy)
+            remedy = f"give {noun} numbers from 0, for example 0-5,8,11"
+            raise InputError(name, why=f"has the {noun}s {format_value(text)}", remedy=remedy)
         low, high = int(match[1]), int(match[2] or match[1])
         if not low <= high < TRAIN_TIMESTEPS:
             remedy = f"they must rise and stay below {TRAIN_TIMESTEPS}"
-            raise InputError(name, why=f"has the steps {low} to {high}", remedy=remedy)
+            raise InputError(name, why=f"has the {noun}s {low} to {high}", remedy=remedy)
         indices |= set(range(low, high + 1))
     return tuple(sorted(indices))
 
@@ -468,3 +469,14 @@ def read_link_rates(name: str, raw: Any) -> tuple[float, float]:
 def read_steps(name: str, raw: Any) -> tuple[int, ...]:
     """Reads sampling steps such as `0-5,8,11`."""
     return parse_step_list(name, read_text_value(name, raw))
+
+
+@partial(
+    Reader,
+    metavar="9,10",
+    schema={"anyOf": [_BLOCK_SCHEMA, _list_schema(_BLOCK_SCHEMA)]},
+)
+def read_blocks(name: str, raw: Any) -> tuple[int, ...]:
+    """Reads block numbers: text such as `9,10` or `8-10`, one number, or a list of numbers."""
+    numbers = raw if isinstance(raw, list | tuple) else [raw]
+    return parse_step_list(name, ",".join(map(str, numbers)), "block")

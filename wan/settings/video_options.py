@@ -10,6 +10,7 @@ from pathlib import Path
 
 from wan.settings import values
 from wan.settings.fields import REQUIRED, command_option, load_option, option
+from wan.settings.guidance import Guidance
 from wan.settings.noise_tables import NOISE_TABLES, OFFICIAL_TABLE
 from wan.settings.presets import TASKS_OF_KIND, TRAIN_TIMESTEPS, Preset
 from wan.settings.solvers import SOLVERS, SOLVERS_OF_ANY_TIMESTEPS
@@ -103,7 +104,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoSettings(Sampling):
+class VideoSettings(Sampling, Guidance):
     """The settings of one video, all resolved; `wan.tasks.base.VideoParams` adds its sizes.
 
     Attributes:
@@ -264,6 +265,11 @@ class VideoSettings(Sampling):
     def uses_guidance(self) -> bool:
         """Whether any step also computes the unconditional branch."""
         return any(scale != 1 for scale in self.sample_guide_scale)
+
+    @property
+    def uses_negative_prompt(self) -> bool:
+        """Whether any step uses the negative prompt."""
+        return self.uses_guidance or self.nag_scale is not None
 
 
 @dataclass(frozen=True)

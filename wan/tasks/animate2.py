@@ -42,6 +42,7 @@ from wan.tasks.base import (
     make_noise_sampler,
     require_input,
 )
+from wan.utils.log import logger
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 REFERENCE_PROMPT = "人物动作的参考视频"
 """The text of the reference stream."""
 _MASK_CHANNELS = 4
+_MAX_USED_SHARE = 0.8  # of the frames of the clips, up to which fewer are suggested
+_MIN_VISIBLE_SHARE = 0.6  # of the frame that a driving video fills without a warning
 _NUM_FEATURES = 2 * 257 * 1280  # of CLIP for the character and the driving video
 
 
@@ -105,6 +108,8 @@ class Animate2(Animate):
         if not isinstance(inputs, Animate2Inputs) or inputs.driving_video is None:
             return {"num_clip": max_clips or 2}  # a plan without a driving video
         video, fps = inputs.driving_video, settings["fps"]
+        if inputs.image is not None:
+            _warn_of_borders(video.size, inputs.image.size)
         num_frames = len(compute_frame_indices(video.num_frames, video.fps, fps))
         if num_frames <= num_overlap_frames:
             why = f"has {num_frames} frame(s) at {fps:g} frames per second"
@@ -117,6 +122,21 @@ class Animate2(Animate):
             "num_clip": min(max_clips or num_clips, num_clips),
             "num_source_frames": num_frames,
         }
+
+    def list_notices(self, params: VideoParams) -> tuple[str, ...]:
+        """Suggests clips that end with the driving video, if many frames would be left over."""
+        num_frames, num_clips = params.num_source_frames, params.num_clip or 1
+        overlap = params.refert_num or 0
+        if num_frames is None or num_frames > overlap + num_clips * (params.frame_num - overlap):
+            return ()
+        shortest = -(-(num_frames - overlap) // num_clips) + overlap
+        frame_num = -(-(shortest - 1) // 4) * 4 + 1
+        if frame_num > _MAX_USED_SHARE * params.frame_num:
+            return ()
+        return (
+            f"The driving video has {num_frames} frames, and {num_clips} clip(s) of "
+            f"{params.frame_num} are generated and cut: `frame_num={frame_num}` is enough.",
+        )
 
     def choose_fps(self, params: VideoParams, inputs: Inputs, defaults: Values) -> float:
         return params.fps
@@ -252,6 +272,18 @@ class Animate2Clips(AnimateClips):
 
         frames = map(Image.fromarray, read_frames_at(self._video, indices))
         return letterbox_frames(frames, self._params.frame_size, "BILINEAR")
+
+
+def _warn_of_borders(video: Size, image: Size) -> None:
+    """Logs a warning if a driving video fills little of the frame, which has the image's aspect."""
+    ratios = video[0] / video[1], image[0] / image[1]
+    share = min(ratios) / max(ratios)
+    if share < _MIN_VISIBLE_SHARE:
+        logger.warning(
+            "The driving video (%dx%d) fills only %.0f %% of frames of the image's aspect ratio "
+            "(%dx%d); crop it to the person.",
+            *(*video, 100 * share, *image),
+        )
 
 
 def _compute_reference_kv(

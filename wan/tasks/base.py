@@ -113,6 +113,7 @@ class DenoiseInputs:
         sample_noise: Samples more noise, for stochastic solvers.
         make_model_timesteps: Converts a timestep t for the model: [1], or one for each token.
         restore_fixed_frames: Overwrites frames that do not change, such as ti2v's first frame.
+        num_fixed_frames: Number of first latent frames that do not change.
         model_kwargs: Branch -> further keywords of the network. A function of the network is called
             once, before the first step, and replaced by its result.
     """
@@ -125,6 +126,7 @@ class DenoiseInputs:
     sample_noise: SampleNoise | None = None
     make_model_timesteps: Callable[[Tensor], Tensor] = lambda t: t.reshape(1)
     restore_fixed_frames: Callable[[Tensor], Tensor] = lambda latents: latents
+    num_fixed_frames: int = 0
     model_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -382,7 +384,7 @@ class VideoParams(VideoSettings):
     def all_prompts(self) -> tuple[str, ...]:
         """Prompts to encode: of the clips, with guidance the negative one, and of the task."""
         prompts = self.clip_prompts or (self.prompt,)
-        negative = (self.negative_prompt,) if self.uses_guidance else ()
+        negative = (self.negative_prompt,) if self.uses_negative_prompt else ()
         return (*prompts, *negative, *self.task.fixed_prompts)
 
     @property

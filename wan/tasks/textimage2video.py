@@ -94,4 +94,5 @@ def _fix_first_frame(
         initial_latents=initial_latents,
         make_model_timesteps=expand_timestep,
         restore_fixed_frames=fix_latents,
+        num_fixed_frames=1,
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import re
 import string
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from typing import Any
 
 import diffusers
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from transformers import (
@@ -243,11 +242,6 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
     """Writes the official layout: the DiT of t2v-1.3B is one file, other DiTs are sharded."""
     task, states = networks.task, networks.dit_states
     names = ["."] if len(states) == 1 else ["high_noise_model", "low_noise_model"]
-    parts, vae_name, tokenizer = folder, f"Wan{task.vae}_VAE.pth", "google/umt5-xxl"
-    if task.kind == "animate2":
-        names, vae_name, tokenizer = ["wan_animate_2"], "vae.pth", "umt5-xxl"
-        parts = folder / "videomodel" / "Wan-AI"
-        parts.mkdir(parents=True)
     class_name = get_task(task.kind).network.partition(":")[2]
     config = {
         "_class_name": class_name,
@@ -261,27 +255,37 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
         entries = {key: value for key, value in config.items() if value is not None}
         write_json(folder / name / "config.json", entries)
         complete_state = OrderedDict([*state.items(), *networks.list_constants()])
-        if task.kind == "animate2":
-            nested = {_nest_block(key): tensor for key, tensor in complete_state.items()}
-            save_file(nested, folder / name / "wan_animate_2_bf16.safetensors")
-        else:
-            _save_dit(folder / name, complete_state, shards=2 if task.sharded else 1)
+        _save_dit(folder / name, complete_state, shards=2 if task.sharded else 1)
     if len(states) == 2:
         write_json(folder / "configuration.json", {"framework": "Pytorch"})
-    torch.save(networks.vae_state, parts / vae_name)
-    torch.save(networks.text_state, parts / "models_t5_umt5-xxl-enc-bf16.pth")
+    torch.save(networks.vae_state, folder / f"Wan{task.vae}_VAE.pth")
+    torch.save(networks.text_state, folder / "models_t5_umt5-xxl-enc-bf16.pth")
     if networks.clip_state:
         name = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
-        torch.save(_rename_clip_tensors(networks.clip_state), parts / name)
+        torch.save(_rename_clip_tensors(networks.clip_state), folder / name)
     if networks.audio_encoder_state:
         path = folder / WAV2VEC2_FOLDER
         _save_pretrained(path, networks.audio_encoder, networks.audio_encoder_state, sharded=False)
-    write_tokenizer(parts / tokenizer, networks.tokenizer)
+    write_tokenizer(folder / "google" / "umt5-xxl", networks.tokenizer)
+    if task.kind == "animate2":
+        _convert_to_animate2(folder)
 
 
-def _nest_block(name: str) -> str:
-    """Returns the name of a tensor in Animate-2's official files."""
-    return re.sub(r"^(blocks\.\d+\.)", r"\1block.", name)
+def _convert_to_animate2(folder: Path) -> None:
+    """Converts an official folder to Animate-2's layout and names of tensors."""
+    dit, others = folder / "wan_animate_2", folder / "videomodel" / "Wan-AI"
+    dit.mkdir()
+    others.mkdir(parents=True)
+    (folder / "config.json").rename(dit / "config.json")
+    flat_file = folder / "diffusion_pytorch_model.safetensors"
+    tensors = {keymaps.nest_animate2_block(key): x for key, x in load_file(flat_file).items()}
+    save_file(tensors, dit / "wan_animate_2_bf16.safetensors", metadata={"format": "pt"})
+    flat_file.unlink()
+    for file in folder.glob("models_*.pth"):
+        file.rename(others / file.name)
+    (folder / "Wan2.1_VAE.pth").rename(others / "vae.pth")
+    (folder / "google" / "umt5-xxl").rename(others / "umt5-xxl")
+    (folder / "google").rmdir()
 
 
 def _rename_clip_tensors(state: NamedTensors) -> NamedTensors:
@@ -324,11 +328,11 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
     classes = get_task(task.kind).diffusers_classes
     assert classes is not None, "refused by make_checkpoint"
     pipeline, network = classes
-    is_animate2 = task.kind == "animate2"
+    is_modular = "Modular" in pipeline  # its network has the official arguments and names
     for name, state in zip(names, states, strict=True):
         with torch.device("meta"):
-            dit = (_build_animate2_dit if is_animate2 else _build_diffusers_dit)(networks, network)
-        converted = convert_to_diffusers(state, is_animate2)
+            dit = (_build_animate2_dit if is_modular else _build_diffusers_dit)(networks, network)
+        converted = convert_to_diffusers(state, is_modular)
         _save_pretrained(folder / name, dit, converted, task.sharded)
     tensors = {keymaps.rename_vae_to_diffusers(key): x for key, x in networks.vae_state.items()}
     _save_pretrained(folder / "vae", networks.vae, tensors, sharded=False)
@@ -359,7 +363,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
         "image_encoder": clip if task.num_clip_vision_images else no_class,
         "image_processor": no_class,
     }
-    if is_animate2:
+    if is_modular:
         modular = {"_blocks_class_name": "WanAnimate2Blocks", "_class_name": pipeline}
         write_json(folder / "modular_model_index.json", modular)
         return

@@ -34,19 +34,26 @@ def attend_to_blocks(
 
     Args:
         valid_rows: Rows without padding of each owner; the owners' rows are consecutive.
+        split_keys: Splits the keys of a block into parts.
     """
     for owner, k_block, v_block in kv_blocks:
         num_rows, first_key = valid_rows[owner], sum(valid_rows[:owner])
-        for start, stop, bias in split_keys(first_key, num_rows) if num_rows else ():
-            k, v = k_block[:, start:stop], v_block[:, start:stop]
-            for block, (q, merger) in enumerate(zip(q_blocks, mergers, strict=True)):
-                with trace.span(
-                    "attention", q, block=block, keys=stop - start, owner=owner, method="dense"
-                ):
-                    out, lse = attend_with_lse(q, k, v)
-                with trace.span("merge", block=block):
+        if not num_rows:
+            continue
+        parts = split_keys(first_key, num_rows)
+        attributes = {"owner": owner} if len(valid_rows) > 1 else {}
+        for block, (q, merger) in enumerate(zip(q_blocks, mergers, strict=True)):
+            with trace.span(
+                "attention", q, block=block, keys=num_rows, method="dense", **attributes
+            ):
+                results = [
+                    attend_with_lse(q, k_block[:, start:stop], v_block[:, start:stop])
+                    for start, stop, _ in parts
+                ]
+            with trace.span("merge", block=block):
+                for (out, lse), (*_, bias) in zip(results, parts, strict=True):
                     merger.add(out, lse + bias if bias else lse)
-                del out, lse
+            del results, out, lse
 
 
 class LseMerger:

@@ -1,0 +1,1 @@
+"""Guidance: how a prompt and a negative prompt steer the velocity of a step."""

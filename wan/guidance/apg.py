@@ -1,0 +1,46 @@
+"""Adaptive projected guidance (arXiv:2410.02416)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from wan.guidance.guider import Guider
+from wan.tasks.base import VideoParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ETA, _MOMENTUM, _THRESHOLD = 0.0, 0.0, 0.0  # the paper's momentum of -0.5 harms with few steps
+
+
+class AdaptiveProjected(Guider):
+    """Leaves out the part of the update along the conditional velocity, which oversaturates.
+
+    The limit of the update is per element, so that it does not depend on the size of the video.
+    """
+
+    def __init__(self, params: VideoParams) -> None:
+        super().__init__(params)
+        values = (params.apg_eta, params.apg_momentum, params.apg_threshold)
+        self._eta, self._momentum, self._threshold = (
+            default if value is None else value
+            for value, default in zip(values, (_ETA, _MOMENTUM, _THRESHOLD), strict=True)
+        )
+        self._update: Tensor | None = None
+
+    def combine(self, cond_Zfhw: Tensor, uncond_Zfhw: Tensor, scale: float) -> Tensor:
+        import torch
+
+        update = cond_Zfhw - uncond_Zfhw
+        if self._update is not None:
+            update = update + self._momentum * self._update
+        self._update = update if self._momentum else None
+        if self._threshold:
+            update = update * (self._threshold / update.pow(2).mean().sqrt()).clamp(max=1)
+        # NPUs have no float64; on other devices the sums are exact enough in float64 only.
+        device = torch.device("cpu") if update.device.type == "npu" else update.device
+        update64, direction = (x.to(device, torch.float64) for x in (update, cond_Zfhw))
+        direction = direction / direction.norm().clamp_min(1e-12)
+        parallel = (update64 * direction).sum() * direction
+        projected = update64 + (self._eta - 1) * parallel
+        return uncond_Zfhw + scale * projected.to(update)
