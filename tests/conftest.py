@@ -57,12 +57,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=get_group_index)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests wait for processes and for limits of time."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.items:  # the process that hands tests to the workers
         return
     import tests.preload  # noqa: F401
 
-    # Each video runs a garbage collection, 0.2 s if it scans all imported modules.
+    _ignore_living_objects()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        _ignore_living_objects()
+
+
+def _ignore_living_objects() -> None:
+    """Hides imported modules from the garbage collections of videos, 0.2 s each otherwise."""
     gc.collect()
     gc.freeze()
 

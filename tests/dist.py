@@ -109,6 +109,7 @@ def _serve_pool(pipe: Any, rank: int, world: int, store: str) -> None:
             world_size=world,
             timeout=timedelta(seconds=60),
         )
+        dist.barrier()  # all are connected before one may be done
         try:
             answer = True, work(*args)
         except BaseException:

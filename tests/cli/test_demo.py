@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.conftest import slow
+from tests.frames import read_frames
 from tools.demo import evaluate, vace
 from tools.demo.scenes import make_caption
 from tools.demo.score import detect_shapes, find_foreground
@@ -118,9 +119,7 @@ def test_a_shape_is_replaced_where_the_mask_is(
     flags = ["--task", "vace-A14B", "--src_video", str(files[0]), "--src_mask", str(files[1])]
     assert generate.main([*flags, "--save_file", "a.mp4", "--base_seed", "1"]) == 0
     assert "using the demo checkpoint" in capfd.readouterr().out
-    source, generated = (
-        np.stack(list(imageio.get_reader(file).iter_data())) for file in (files[0], "a.mp4")
-    )
+    source, generated = (read_frames(Path(file)) for file in (files[0], "a.mp4"))
     prompt = json.loads(Path("a.json").read_text())["settings"]["prompt"]
     (old_shape,), (new_shape,) = detect_shapes(source), detect_shapes(generated)
     assert f"{new_shape.colour} {new_shape.shape}" in prompt

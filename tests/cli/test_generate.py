@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import slow
+from tests.frames import read_frames
 from tools import compare_latents
 from wan.app import resolve
 from wan.app.flag_parser import parse_flags
@@ -31,10 +32,6 @@ from wan.utils.files import make_process_name
 REPO = Path(__file__).parents[2]
 SMALL = ["--size", "32*32", "--frame_num", "1", "--sample_steps", "1"]
 QUICK = ["--size", "64*32", "--frame_num", "5", "--sample_steps", "2", "--base_seed", "7"]
-
-
-def read_frames(path: Path) -> np.ndarray:
-    return np.stack(list(imageio.get_reader(path).iter_data()))
 
 
 def run_generate(*argv: object) -> None:

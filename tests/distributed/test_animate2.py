@@ -42,11 +42,21 @@ def compute_on_rank(
     return velocities
 
 
-@pytest.mark.parametrize("world", [1, 2, slow(3), 4, slow(8)])
-def test_velocity_on_ranks(world: int) -> None:
-    for name in ("equal grids", "short clip, other grid") if world < 8 else ("equal grids",):
+@pytest.mark.parametrize(
+    ("world", "whole"),
+    [(1, False), (2, False), (4, False), *(slow(world, True) for world in (1, 2, 3, 4, 8))],
+)
+def test_velocity_on_ranks(world: int, whole: bool) -> None:
+    """By default each layout has one mode besides the baseline, in turn."""
+    names: tuple[str, ...] = ("equal grids", "short clip, other grid")
+    if world == 8 or not whole:
+        names = names[1:] if world == 4 else names[:1]
+    for name in names:
         case, layouts = CASES[name], topologies(world)
-        ways = [*product(layouts, ROWS, ("split",)), *product(layouts, ("1",), ("fused",))]
+        modes = [ROWS if whole else ("0", [*ROWS][1 + n % 3]) for n in range(len(layouts))]
+        pairs = zip(layouts, modes, strict=True)
+        ways = [(layout, mode, "split") for layout, row in pairs for mode in row]
+        ways += product(layouts if whole else layouts[:1], ("1",), ("fused",))
         expected = compute_velocity(make_network(), case, (SKIPPED,), LOG_SCALE)
         for velocities in run_on_ranks(world, compute_on_rank, case, ways):
             for way, velocity in velocities.items():

@@ -146,8 +146,10 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_same_velocities(world: int) -> None:
-    """Every kind of model on 2 or 4 ranks, in mode 0 and one other mode."""
+    """Every kind of model on 2 or 4 ranks, in mode 0 and one other mode; the batch of VACE."""
     for turn, (name, job) in enumerate(JOBS.items()):
+        if name in ("t2v-batch", "ti2v-batch"):
+            continue
         mode = ["1", "2", "overlap"][turn % 3]
         if world == (4 if name in ("t2v-no-padding", "ti2v") else 2):
             check_velocities(job, list(product(LAYOUTS[world], ("0", mode))))

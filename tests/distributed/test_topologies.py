@@ -93,7 +93,7 @@ def expected() -> Any:
 @example(world=4, flags={"ring_size": 2, "ring_type": "bidirectional", "comm_type": 2})
 @example(world=3, flags={"ulysses_size": 1})
 @settings(
-    max_examples=40,
+    max_examples=16,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -18,6 +18,7 @@ from PIL import Image
 
 import wan
 from tests.conftest import slow
+from tests.frames import read_frames
 from tests.numerics.recorded import STEP, SampleRecorder, make_prompt_embeds, pad_prompt_embeds
 from tests.numerics.test_diffusers import TOLERANCE, make_official_scheduler
 from wan.checkpoint.keymaps import rename_dit_to_diffusers, rename_dit_to_official
@@ -182,8 +183,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.stem: path for path in folder.iterdir()}
 
 
-def read_frames(path: Path) -> list[Image.Image]:
-    return [Image.fromarray(frame) for frame in imageio.get_reader(path).iter_data()]
+def read_images(path: Path) -> list[Image.Image]:
+    return [*map(Image.fromarray, read_frames(path))]
 
 
 SUBSETS = {
@@ -199,7 +200,7 @@ SUBSETS = {
     ("task", "subset"),
     [
         ("vace-1.3B", "video and mask"),
-        ("vace-1.3B", "picture"),
+        slow("vace-1.3B", "picture"),
         slow("vace-A14B", "all"),  # as below, with a cache
         slow("vace-1.3B", "video"),
         slow("vace-1.3B", "all"),
@@ -280,8 +281,12 @@ def make_diffusers_latents(
     references = paths.get("src_ref_images", [])
     shape = (1, 16, 3 + len(references), 6, 8)
     return pipe(
-        video=read_frames(Path(paths["src_video"][0])) if "src_video" in paths else None,
-        mask=read_frames(Path(paths["src_mask"][0])) if "src_mask" in paths else None,
+        video=[*map(Image.fromarray, read_frames(Path(paths["src_video"][0])))]
+        if "src_video" in paths
+        else None,
+        mask=[*map(Image.fromarray, read_frames(Path(paths["src_mask"][0])))]
+        if "src_mask" in paths
+        else None,
         reference_images=[Image.open(image_path) for image_path in references] or None,
         conditioning_scale=[0.9, 0.6],
         **(

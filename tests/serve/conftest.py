@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.serve.jobs import Jobs
+from wan.serve import retries
 from wan.serve.service import Limits
 
 
@@ -21,6 +22,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), 60))
     return True
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New webhooks and uploads are looked for more often."""
+    monkeypatch.setattr(retries, "_POLL", 0.02)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ class Receiver(ThreadingHTTPServer):
         self.accepted: list[tuple[dict[str, str], bytes]] = []
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://localhost:{self.server_port}/hook?token=private"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def list_events(self, only_accepted: bool = False) -> list[tuple[str, str]]:
         """Returns the type and the job of each event."""

@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import imageio
 import numpy as np
 import openai
 
 from tests.dist import TORCHRUN, Ranks, free_port, make_rank_envs
+from tests.frames import read_frames
 from wan.cli.main import main
 
 PROMPT = "a large green square moves up on a gray background"
@@ -46,11 +46,6 @@ def make_post_request(length: int, content: bytes = b"", path: str = "/upload") 
     """Returns the headers of a body of `length` bytes, and a part of the body."""
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n"
     return head.encode() + content
-
-
-def read_frames(path: Path) -> np.ndarray:
-    """Reads the frames of a video."""
-    return np.stack(list(imageio.get_reader(path).iter_data()))
 
 
 def generate_frames(path: Path, *flags: object, ranks: int = 1) -> np.ndarray:

@@ -147,18 +147,18 @@ def test_events_of_stages_and_steps(served: ServiceProcess) -> None:
 
 def test_a_preview_while_a_video_is_generated(served: ServiceProcess) -> None:
     """The newest picture, until the job is deleted."""
-    video = served.create(num_inference_steps=16, preview=2)
+    video = served.create(num_inference_steps=16, preview=4)
     path = f"/v1/videos/{video}/content?variant=preview"
     answer: Any = None
+    state: Any = None
 
     def has_preview() -> bool:
-        nonlocal answer
-        answer = served.request(path)
-        return answer[0] == 200
+        nonlocal answer, state
+        answer, state = served.request(path), served.request(f"/v1/videos/{video}")[2]
+        return answer[0] == 200 and state["preview_step"] > 0
 
     served.wait(has_preview)
-    state = served.request(f"/v1/videos/{video}")[2]
-    assert state["status"] == "in_progress" and 2 <= state["preview_step"] <= state["steps"][0] + 2
+    assert state["status"] == "in_progress" and 4 <= state["preview_step"] <= state["steps"][0] + 4
     _, headers, picture = answer
     assert headers["content-type"] == "image/jpeg" and imageio.v3.imread(picture).shape[2] == 3
     finished = served.wait_for_video(video)
@@ -172,7 +172,8 @@ def test_a_preview_while_a_video_is_generated(served: ServiceProcess) -> None:
 
 def test_list_in_pages_and_remix(served: ServiceProcess) -> None:
     client = served.client()
-    ids = [served.create(seed=number, num_inference_steps=1) for number in range(2)]
+    shortest = {"num_frames": 1, "num_inference_steps": 1}
+    ids = [served.create(seed=number, **shortest) for number in range(2)]
     listed = [video.id for video in client.videos.list(limit=1)]
     assert listed[:2] == ids[::-1] and len(listed) == len(set(listed))
     assert [video.id for video in client.videos.list(limit=1, order="asc")] == listed[::-1]
@@ -207,7 +208,7 @@ def test_deleted_and_abandoned_videos_end(served: ServiceProcess) -> None:
 def test_nothing_of_a_deleted_video_is_left(served: ServiceProcess) -> None:
     """No prompt is in the journal, the log or any other file; the log has only the job's id."""
     texts = {"prompt": "zq private zq", "negative_prompt": "zq unwanted zq"}
-    name = served.create(num_inference_steps=1, **texts)
+    name = served.create(num_frames=1, num_inference_steps=1, **texts)
     served.wait_for_video(name)
     served.request(f"/v1/videos/{name}", method="DELETE")
     paths = [path for path in served.folder.rglob("*") if path.is_file()]
@@ -267,7 +268,8 @@ def test_unfinished_requests_leave_room_for_jobs(served: ServiceProcess) -> None
             for _ in range(40):
                 with suppress(OSError):
                     slow.enter_context(open_connection(served.port, sent))
-        assert served.wait_for_video(served.create(num_inference_steps=1))["status"] == "completed"
+        video = served.create(num_frames=1, num_inference_steps=1)
+        assert served.wait_for_video(video)["status"] == "completed"
 
 
 def check_fault(kind: str, served: ServiceProcess, faults: Faults, own: np.ndarray) -> None:

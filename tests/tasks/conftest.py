@@ -8,19 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import imageio
 import numpy as np
 import pytest
 from torch import Tensor
 
 from tests.conftest import Tiny, lock_file
+from tests.frames import read_frames
 from tests.tasks.tasks import QUICK, TASKS, Inputs, Task
 from wan.cli import main as generate
 from wan.pipeline.pipeline import Pipeline
-
-
-def read_frames(path: Path) -> np.ndarray:
-    return np.stack(list(imageio.get_reader(path).iter_data()))
 
 
 def run_generate(*argv: object) -> int:

@@ -68,7 +68,7 @@ def test_the_files_of_a_run(task: str, asked: Ask) -> None:
     assert {path.name for path in task_run.video.parent.iterdir()} == names
 
 
-@parametrize_tasks("vace", "video to video", "long")
+@parametrize_tasks("video to video", "long")
 def test_a_record_repeats_the_video(task: str, asked: Ask, tmp_path: Path) -> None:
     task_run, repeated = asked(task), tmp_path / "again.mp4"
     assert (
@@ -95,7 +95,7 @@ def test_kept_latents_decode_to_the_video(
         assert "--save_latents" in capfd.readouterr().err
 
 
-@parametrize_tasks("i2v", "vace")
+@parametrize_tasks("vace")
 def test_moving_each_block_changes_no_bit(task: str, asked: Ask, tmp_path: Path) -> None:
     task_run = asked(task)
     flags = ["--offload_model", "block", "--text_kv_cache", "false"]
@@ -221,7 +221,7 @@ def test_the_python_class_makes_the_same_video(task: str, asked: Ask, tmp_path: 
         assert (output == expected).all()
 
 
-@parametrize_tasks("i2v")
+@parametrize_tasks("t2v")
 def test_a_run_after_a_killed_one(task: str, asked: Ask, tmp_path: Path) -> None:
     """The same video; no files of the killed run remain."""
     task_run, out = asked(task), tmp_path / "v.mp4"

@@ -26,7 +26,7 @@ PARALLEL_FLAGS = {
         *("--ulysses_size", "2", "--comm_type", "2"),
         *("--dit_fsdp", "--t5_fsdp"),
     ],
-    # The second clip of S2V finds cached values, which all ranks must find alike.
+    # A second clip finds cached values, which all ranks must find alike.
     "sharded weights that stay": ["--ulysses_size", "2", "--dit_fsdp", "--offload_model", "false"],
     "overlap": ["--ulysses_size", "2", "--fa_alltoall_overlap"],
     "ring, shared VAE": ["--ring_size", "2", "--vae_parallel"],
@@ -37,8 +37,7 @@ DEFAULT = {
     ("i2v", "ring, shared VAE"),
     ("vace", "InsertComm"),
     ("ti2v", "a branch each"),
-    ("long", "overlap"),
-    ("s2v", "sharded weights that stay"),
+    ("long", "sharded weights that stay"),
 }
 
 

@@ -45,7 +45,7 @@ def drop_flags(task_run: TaskRun, *flags: str) -> list[str]:
 def test_subsets(left_out: list[str], one: TaskRun, tmp_path: Path) -> None:
     assert run_generate(*drop_flags(one, *left_out), "--save_file", tmp_path / "v.mp4") == 0
     output = read_frames(tmp_path / "v.mp4")
-    assert output.shape == (5, 48, 64, 3) and (output != one.frames).any()
+    assert output.shape == (5, 32, 48, 3) and (output != one.frames).any()
 
 
 @pytest.mark.parametrize(("scale", "same"), [("0.5", False), ("1,1", True)])
@@ -70,7 +70,7 @@ def test_a_shorter_and_larger_video_than_the_default(one: TaskRun, tmp_path: Pat
     argv = drop_flags(one, "--frame_num", "--src_mask", "--src_ref_images")
     assert run_generate(*argv, "--src_video", source, "--save_file", tmp_path / "v.mp4") == 0
     record = json.loads((tmp_path / "v.json").read_text())
-    assert record["video"] == {"frames": 5, "width": 64, "height": 48, "fps": 24}
+    assert record["video"] == {"frames": 5, "width": 48, "height": 32, "fps": 24}
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
 
 @given(data=st.data())
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_value_is_the_right_one_or_refused(data: st.DataObject, folder: Path) -> None:
     """Any JSON value under any key gives a config that fits the tensors, or a refusal."""

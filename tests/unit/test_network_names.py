@@ -141,9 +141,14 @@ def make_whole_model(source: Path, prefixes: tuple[str, str, str]) -> Tensors:
 COMFYUI = ("model.diffusion_model.", "text_encoders.umt5xxl.transformer.", "vae.")
 
 
-@pytest.mark.parametrize("place", [".", "checkpoints"])
 @pytest.mark.parametrize(
-    "prefixes", [COMFYUI, ("pipe.dit.", "pipe.text_encoder.", "pipe.vae."), ("", "te.", "vae.")]
+    ("prefixes", "place"),
+    [
+        (COMFYUI, "checkpoints"),
+        (("pipe.dit.", "pipe.text_encoder.", "pipe.vae."), "."),
+        (("", "te.", "vae."), "checkpoints"),
+    ],
+    ids=str,
 )
 def test_one_file_of_all_networks(
     prefixes: tuple[str, str, str], place: str, tiny: Any, tmp_path: Path, one_thread: None

@@ -24,6 +24,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import CLIPVisionModel
 
+from tests.frames import read_frames
 from tests.refusals import check_refusals, get_refusal
 from wan.kernels.forward_context import StepInfo
 from wan.media import images
@@ -246,10 +247,6 @@ def test_experts_in_memory(offload: bool, loads: str) -> None:
 CLIP = torch.rand(3, 5, 32, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
-def decode_rgb(path: Path) -> np.ndarray:
-    return np.stack(list(imageio.get_reader(path).iter_data()))
-
-
 def decode_planes(path: Path) -> bytes:
     """The planes of all frames, as ffmpeg decodes them."""
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", path, "-f", "rawvideo", "-"]
@@ -277,7 +274,7 @@ def test_video_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder.mkdir()
         monkeypatch.chdir(folder)
         write_video(CLIP, Output(Path(path), fps=8))
-        assert decode_rgb(folder / path).shape == (5, 32, 64, 3), path
+        assert read_frames(folder / path).shape == (5, 32, 64, 3), path
         assert [p.name for p in (folder / path).parent.iterdir()] == [Path(path).name]
     assert not (tmp_path / "home").exists()
 

@@ -97,6 +97,23 @@ def test_vae_takes_what_was_measured() -> None:
         assert estimate == pytest.approx(gigabytes, rel=0.005), (task, stage)
 
 
+def test_operations_without_data_allocate_what_real_ones_do() -> None:
+    """Those of a VAE: the same shapes, dtypes, live bytes and peak."""
+    results = []
+    for kind in ("cpu", "meta"):
+        live = StorageTracker(kind)
+        with live:
+            x = torch.ones(2, 3, 4, 5, device=kind)
+            length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float64)
+            norms = [torch.linalg.vector_norm(x, dim=d, keepdim=True) for d in (None, -1, (0, 2))]
+            norms.append(torch.linalg.vector_norm(x, dim=1))
+            y = torch.div(x, length.clamp_min_(1e-12).float(), out=torch.empty_like(x)).mul_(2)
+            y = torch.nn.functional.silu(y, inplace=True)
+        shapes = [(tensor.shape, tensor.dtype) for tensor in (length, *norms, y)]
+        results.append((shapes, +live.live_bytes, live.peak_bytes))
+    assert results[0] == results[1]
+
+
 def test_what_hd_on_eight_devices_takes(hd: Planner) -> None:
     """Compares with the sums, by hand, of the tensors that the layers hold."""
     stages, stream = hd.compute_stage_memory(), 9450 * 5120

@@ -83,23 +83,21 @@ WINDOWS: dict[str, tuple[VideoParams, int, int, slice]] = {
 
 @pytest.mark.parametrize("case", WINDOWS)
 def test_a_known_first_frame_is_not_shown(case: str) -> None:
+    """The last frame of the window is shown."""
     params, clip, num_latents, window = WINDOWS[case]
     assert find_preview_window(params, clip, num_latents) == window
+    shown: list[Tensor] = []
+    preview = Preview(params, lambda latents: latents, shown.append)
+    preview.start_clip(clip, lambda _, latents: latents)
+    preview.update(torch.arange(num_latents).view(1, -1, 1, 1))
+    assert [frame.item() for frame in shown] == [window.stop - 1]
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_preview_is_the_first_frame_and_changes_no_bit(tiny, caplog) -> None:
     """Euler's last step ends at the prediction. Two videos share the experts; one preview fails."""
-    argv = (
-        "--task",
-        "t2v-A14B",
-        "--sample_steps",
-        "4",
-        "--sample_solver",
-        "euler",
-        "--boundary_step",
-        "1",
-    )
+    argv = ("--task", "t2v-A14B", "--size", "32*32", "--frame_num", "5", "--sample_steps", "4")
+    argv += ("--sample_solver", "euler", "--boundary_step", "1")
     run, pipeline = build_quick_pipeline(tiny("t2v-A14B"), *argv, "--preview", "1")
     plain_params = replace(run.params, preview=0)
     inputs = replace(run.load_inputs(), show_preview=lambda _: None)
@@ -132,7 +130,7 @@ def test_a_preview_is_the_first_frame_and_changes_no_bit(tiny, caplog) -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_the_plan_includes_the_vae_between_steps(tiny, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    argv = ("--size", "256*256", "--frame_num", "9", "--sample_steps", "2")
+    argv = ("--size", "128*128", "--frame_num", "9", "--sample_steps", "2")
     run, pipeline = build_quick_pipeline(tiny("t2v-1.3B"), "--task", "t2v-1.3B", *argv)
     plan = resolve_plan("--ckpt_dir", tiny("t2v-1.3B"), "--task", "t2v-1.3B", *argv[:4])
     texts = torch.zeros(2, *pipeline.text_size)

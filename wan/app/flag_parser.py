@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -88,10 +89,11 @@ def parse_flags(argv: Sequence[str] | None = None) -> dict[str, Any]:
         name = argument.removeprefix("--").split("=")[0]
         if argument.startswith("--") and name in UNSUPPORTED_FLAGS:
             raise InputError(f"`{name}`", why=f"is not available: {UNSUPPORTED_FLAGS[name]}")
+    program = Path(sys.argv[0]).name
     if {"-h", "--help"} & {*arguments}:
-        _make_flag_parser(show_all="all" in arguments).print_help()
+        _make_flag_parser(program, show_all="all" in arguments).print_help()
         raise SystemExit(0)
-    flag_values = read_settings(vars(_make_flag_parser().parse_args(arguments)))
+    flag_values = read_settings(vars(_make_flag_parser(program).parse_args(arguments)))
     check_needed_settings(
         {name: flag_values[name] for name in flag_values if "plan" in (name, FLAGS[name].needs)}
     )
@@ -99,9 +101,9 @@ def parse_flags(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return flag_values
 
 
-def _make_flag_parser(show_all: bool = True) -> Parser:
+@cache
+def _make_flag_parser(program: str, show_all: bool = True) -> Parser:
     """Returns the parser of all flags, whose help lists all or only the common ones."""
-    program = Path(sys.argv[0]).name
     parser = Parser(
         prog=_PROGRAMS.get(program, "python generate.py"),
         usage="%(prog)s [flags]",

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,7 @@ def collect_versions(device_type: str, packages: Iterable[str] = ()) -> dict[str
     return version_of | ({"cudnn": _read_cudnn_version()} if device_type == "cuda" else {})
 
 
+@cache  # of the code that this process has loaded
 def find_commit() -> str | None:
     """Returns the commit of the Git clone that this package runs from; None outside of one."""
     root = Path(__file__).resolve().parents[2]
@@ -183,6 +185,7 @@ def _read_cudnn_version() -> str:
     return str(version or "not available")
 
 
+@cache
 def _read_package_version(name: str) -> str:
     try:
         return metadata.version(name)

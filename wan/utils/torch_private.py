@@ -201,8 +201,19 @@ def _list_local_tensors(network: nn.Module) -> list[Tensor]:
 def _call_operation(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls an operation; collectives on meta tensors, which 2.8 lacks, run the CPU kernel.
 
-    The CPU kernel calls the group, and the fake group of a plan does not communicate.
+    The CPU kernel calls the group, and the fake group of a plan does not communicate. The frequent
+    operations of a VAE skip their kernels for meta tensors, which are written in Python.
     """
+    if func.namespace == "aten" and args and isinstance(args[0], Tensor) and args[0].is_meta:
+        if func in (_aten.clamp_min_.default, _aten.mul_.Tensor, _aten.silu_.default):
+            return args[0]
+        if func is _aten.div.out:
+            return kwargs["out"]
+        if func is _aten.linalg_vector_norm.default and len(args) == 4 and args[3]:
+            x, _, dims, _ = args
+            axes = {dim % x.dim() for dim in dims or range(x.dim())}
+            shape = [1 if axis in axes else size for axis, size in enumerate(x.shape)]
+            return x.new_empty(shape, **kwargs)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if func.namespace != "c10d" or has_kernel(func.name(), "Meta"):
         return func(*args, **kwargs)
