@@ -15,8 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("no deadline", deadline=None)  # the machine may be busy
+hypothesis.settings.load_profile("no deadline")
 # In a background job of a shell, the tests and their child processes would ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 Tiny = Callable[..., Path]
