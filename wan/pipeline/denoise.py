@@ -161,6 +161,7 @@ class DenoisingLoop:
         network = experts.get(first_expert)  # before the bar, so that its rate excludes loading
         with torch.no_grad():
             model_kwargs = compute_model_kwargs(network, self._inputs.model_kwargs)
+        del network  # it is released before the next expert is loaded
         self._inputs = replace(self._inputs, model_kwargs=model_kwargs)
         for name in later_experts:
             experts.prefetch(name)
