@@ -288,3 +288,18 @@ def test_host_memory_of_networks_that_wait(offload: str, parameters: int) -> Non
     flags += ["--convert_model_dtype", "--offload_model", offload]
     run = resolve_plan(*flags)
     assert Planner(run.setup, run.params).compute_host_bytes() == 2 * parameters
+
+
+def test_reference_keys_are_in_host_memory_if_blocks_are_streamed() -> None:
+    """By definition 2 x 40 layers x 21 frames of 50 x 40 tokens x 5120 channels x 2 bytes."""
+    argv, kept = ("--task", "animate2-14B", "--device", "cuda"), 2 * 40 * 21 * 2000 * 5120 * 2
+    whole, streamed = (resolve_plan(*argv, "--offload_model", mode) for mode in ("false", "block"))
+    for run, on_device in ((whole, kept), (streamed, kept * 3 // 40)):
+        planner = Planner(run.setup, run.params)
+        sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
+        estimate = memory_estimate.compute_stage_memory(run.setup, run.params, sizes)
+        for stages in (planner.compute_stage_memory(), estimate):
+            assert stages["denoising"]["reference K/V"] == on_device
+            assert "reference K/V" not in stages["decoding"]
+    blocks = planner.measure_forwards(streamed.setup.parallel)[0].size.weights.all_blocks
+    assert planner.compute_host_bytes() == blocks + kept

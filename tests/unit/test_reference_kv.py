@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.animate2_network import CASES, Case
+from tests.animate2_network import CASES, Case, compute_velocity, make_inputs, make_network
+from tests.refusals import check_refusals, get_refusal
 from wan.kernels.sdpa import SdpaKernel
+from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.reference_kv import ReferenceKV, ReferenceLayout, ReferencePass
 
 HEADS, HEAD_DIM = 3, 8
@@ -83,3 +85,43 @@ def test_a_ring_rank_keeps_the_frames_of_its_queries(ring_size: int) -> None:
             rows = range(rank * padded // ring_size, (rank + 1) * padded // ring_size)
             frames = {row // math.prod(case.frame) - 1 for row in rows if row < tokens} - {-1}
             assert {*layout.find_frames(rank, ring_size)} == frames, name
+
+
+def test_refusals() -> None:
+    case, inputs = CASES["equal grids"], make_inputs(CASES["equal grids"])
+    reference = inputs.reference, inputs.reference_text, inputs.reference_clip
+    size = inputs.x.shape[1:]
+    model = make_network()
+
+    def attend_without_lse() -> None:
+        layer = FAPowerCapAttention(comm_type=0, kernel=KernelWithoutLse())
+        compute_velocity(make_network(attention=lambda _: layer), case)
+
+    def step_of_another_grid() -> None:
+        reference_kv = model.compute_reference_kv(*reference, size)
+        model(
+            [inputs.x[..., :-2]],
+            inputs.t,
+            [inputs.text],
+            99,
+            [inputs.y[..., :-2]],
+            clip_fea=inputs.clip,
+            reference_kv=reference_kv,
+        )
+
+    calls = {
+        "as many frames": lambda: model.compute_reference_kv(*reference, (2, *size[1:])),
+        "a full clip that is shorter": lambda: model.compute_reference_kv(
+            *reference, size, full_frames=2
+        ),
+        "another grid": step_of_another_grid,
+        "a kernel without log-sum-exp": attend_without_lse,
+    }
+    check_refusals(
+        "Animate-2's network",
+        {name: get_refusal(call, kind=ValueError) for name, call in calls.items()},
+    )
+
+
+class KernelWithoutLse(SdpaKernel):
+    can_return_lse = False

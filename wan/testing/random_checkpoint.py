@@ -21,7 +21,7 @@ from typing import Any
 
 import diffusers
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from transformers import (
@@ -241,51 +241,57 @@ def train_tokenizer() -> Tokenizer:
 def _write_official(folder: Path, networks: RandomNetworks) -> None:
     """Writes the official layout: the DiT of t2v-1.3B is one file, other DiTs are sharded."""
     task, states = networks.task, networks.dit_states
+    if task.kind == "animate2":
+        _write_animate2(folder, networks)
+        return
     names = ["."] if len(states) == 1 else ["high_noise_model", "low_noise_model"]
-    class_name = get_task(task.kind).network.partition(":")[2]
+    for name, state in zip(names, states, strict=True):
+        (folder / name).mkdir(exist_ok=True)
+        _write_dit_config(folder / name, networks)
+        complete_state = OrderedDict([*state.items(), *networks.list_constants()])
+        _save_dit(folder / name, complete_state, shards=2 if task.sharded else 1)
+    if len(states) == 2:
+        write_json(folder / "configuration.json", {"framework": "Pytorch"})
+    if networks.audio_encoder_state:
+        path = folder / WAV2VEC2_FOLDER
+        _save_pretrained(path, networks.audio_encoder, networks.audio_encoder_state, sharded=False)
+    _write_components(folder, networks, f"Wan{task.vae}_VAE.pth")
+    write_tokenizer(folder / "google" / "umt5-xxl", networks.tokenizer)
+
+
+def _write_animate2(folder: Path, networks: RandomNetworks) -> None:
+    """Writes Animate-2's official layout, in whose files the tensors of blocks are nested."""
+    dit_folder, component_folder = folder / "wan_animate_2", folder / "videomodel" / "Wan-AI"
+    dit_folder.mkdir()
+    component_folder.mkdir(parents=True)
+    _write_dit_config(dit_folder, networks)
+    (state,) = networks.dit_states
+    nested = {keymaps.nest_animate2_block(name): tensor for name, tensor in state.items()}
+    save_file(nested, dit_folder / "wan_animate_2_bf16.safetensors", metadata={"format": "pt"})
+    _write_components(component_folder, networks, "vae.pth")
+    write_tokenizer(component_folder / "umt5-xxl", networks.tokenizer)
+
+
+def _write_dit_config(folder: Path, networks: RandomNetworks) -> None:
+    task = networks.task
     config = {
-        "_class_name": class_name,
+        "_class_name": get_task(task.kind).network.partition(":")[2],
         "_diffusers_version": "0.33.0",
         **{key: networks.config[key] for key in _CONFIG_KEYS},
         **task.config_json,
         **{key: networks.config[key] for key in task.network_config},
     }
-    for name, state in zip(names, states, strict=True):
-        (folder / name).mkdir(exist_ok=True)
-        entries = {key: value for key, value in config.items() if value is not None}
-        write_json(folder / name / "config.json", entries)
-        complete_state = OrderedDict([*state.items(), *networks.list_constants()])
-        _save_dit(folder / name, complete_state, shards=2 if task.sharded else 1)
-    if len(states) == 2:
-        write_json(folder / "configuration.json", {"framework": "Pytorch"})
-    torch.save(networks.vae_state, folder / f"Wan{task.vae}_VAE.pth")
+    entries = {key: value for key, value in config.items() if value is not None}
+    write_json(folder / "config.json", entries)
+
+
+def _write_components(folder: Path, networks: RandomNetworks, vae_name: str) -> None:
+    """Writes the VAE, the text encoder and CLIP as official files."""
+    torch.save(networks.vae_state, folder / vae_name)
     torch.save(networks.text_state, folder / "models_t5_umt5-xxl-enc-bf16.pth")
     if networks.clip_state:
         name = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
         torch.save(_rename_clip_tensors(networks.clip_state), folder / name)
-    if networks.audio_encoder_state:
-        path = folder / WAV2VEC2_FOLDER
-        _save_pretrained(path, networks.audio_encoder, networks.audio_encoder_state, sharded=False)
-    write_tokenizer(folder / "google" / "umt5-xxl", networks.tokenizer)
-    if task.kind == "animate2":
-        _convert_to_animate2(folder)
-
-
-def _convert_to_animate2(folder: Path) -> None:
-    """Converts an official folder to Animate-2's layout and names of tensors."""
-    dit, others = folder / "wan_animate_2", folder / "videomodel" / "Wan-AI"
-    dit.mkdir()
-    others.mkdir(parents=True)
-    (folder / "config.json").rename(dit / "config.json")
-    flat_file = folder / "diffusion_pytorch_model.safetensors"
-    tensors = {keymaps.nest_animate2_block(key): x for key, x in load_file(flat_file).items()}
-    save_file(tensors, dit / "wan_animate_2_bf16.safetensors", metadata={"format": "pt"})
-    flat_file.unlink()
-    for file in folder.glob("models_*.pth"):
-        file.rename(others / file.name)
-    (folder / "Wan2.1_VAE.pth").rename(others / "vae.pth")
-    (folder / "google" / "umt5-xxl").rename(others / "umt5-xxl")
-    (folder / "google").rmdir()
 
 
 def _rename_clip_tensors(state: NamedTensors) -> NamedTensors:
