@@ -397,4 +397,6 @@ def test_weight_only_layers_take_the_bytes_of_the_file(stored_as: Any) -> None:
         streaming_run, _ = build_quick_pipeline(files, *arguments, "--offload_model", "block")
         copied_per_step = Planner(streaming_run.setup, streaming_run.params).count_streamed_blocks()
         assert copied_per_step == (2, 1, pytest.approx(block_bytes[weight_mode], rel=0.03))
+        upcast_seconds = Planner(run.setup, run.params).estimate_upcast_seconds()
+        assert (upcast_seconds > 0) == (weight_mode == "keep")
     assert block_bytes["keep"] < 0.35 * block_bytes["upcast"]
