@@ -343,7 +343,7 @@ def test_a_refusal_names_the_seed_as_written(tiny: Tiny, tmp_path: Path) -> None
 
 
 def test_videos_of_other_settings_are_made_again(tiny: Tiny, tmp_path: Path, capfd) -> None:
-    """--skip_existing compares the line with the record of the video."""
+    """--skip_existing compares the line with the record of the video, also of a version before."""
     out, same = tmp_path / "out", {"prompt": "a", "seed": 1, "save_file": "a.mp4"}
     lines = [same, {"prompt": "b", "seed": 1, "save_file": "b.mp4"}, "drawn seed"]
     common = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--task", "t2v-1.3B", *QUICK]
@@ -351,6 +351,9 @@ def test_videos_of_other_settings_are_made_again(tiny: Tiny, tmp_path: Path, cap
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     assert generate.main([*common, str(write_prompts(tmp_path, *texts))]) == 0
     first = {path.name: path.read_bytes() for path in out.glob("*.mp4")}
+    record = json.loads((out / "a.json").read_text())
+    del record["settings"]["sigmas"]
+    (out / "a.json").write_text(json.dumps(record))
     texts[1] = json.dumps({"prompt": "b", "seed": 2, "sample_steps": 3, "save_file": "b.mp4"})
     capfd.readouterr()
     assert generate.main([*common, str(write_prompts(tmp_path, *texts))]) == 0

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from wan.app import failures
 from wan.app.job import VideoJob
-from wan.app.run import PromptLine, Run
+from wan.app.run import PromptLine, Run, list_changed_settings
 from wan.checkpoint.headers import read_json
 from wan.pipeline.batch import Batch, Job
 from wan.pipeline.pipeline import Pipeline
@@ -130,8 +130,7 @@ def _is_video_current(line: PromptLine) -> bool:
     current = json.loads(json.dumps(line.run.settings, default=str))
     auto_settings = {name for name, value in current.items() if value == "auto"}  # until the run
     ignored = auto_settings | {"save_file"} | ({"base_seed"} if line.draws_seed else set())
-    changed = [n for n in current if n not in ignored and current[n] != stored_settings.get(n)]
-    changed += [n for n in stored_settings if n not in current and n not in ignored]
+    changed = [n for n in list_changed_settings(current, stored_settings) if n not in ignored]
     if changed:
         names = ", ".join(changed)
         logger.info("%s is made again: it differs in %s.", output.save_file, names)

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wan.app.run import Run, drop_paths_and_seed
+from wan.app.run import Run, drop_paths_and_seed, list_changed_settings
 from wan.checkpoint.headers import compute_file_digest, read_safetensors_metadata
 from wan.media import video_writer
 from wan.media.video_reader import decode_frames
@@ -88,9 +88,9 @@ class ClipFiles:
         state = self._state_path(index)
         stored, digests = (read_safetensors_metadata(state, key) for key in ("settings", "digests"))
         current = json.loads(json.dumps(self._collect_settings(index), default=str))
-        changed = [n for n in sorted({*current, *stored}) if current.get(n) != stored.get(n)]
+        changed = list_changed_settings(current, stored)
         if changed:
-            return f"differs in {', '.join(changed)}"
+            return f"differs in {', '.join(sorted(changed))}"
         end = self._read_state(index)
         current_digests = {
             "video": compute_file_digest(self._clip_path(index)),

@@ -189,6 +189,20 @@ def drop_paths_and_seed(settings: Values) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in excluded}
 
 
+def list_changed_settings(current: Values, stored: Values) -> list[str]:
+    """Lists the settings that differ from stored ones.
+
+    A setting that an earlier version did not store, since it did not have it, counts as default.
+    """
+
+    def differs(name: str) -> bool:
+        value = current.get(name)
+        is_new = name not in stored and value is not None
+        return value != (getattr(VideoParams, name, None) if is_new else stored.get(name))
+
+    return list(filter(differs, dict.fromkeys((*current, *stored))))
+
+
 PATH_SETTINGS = [name for name, flag in FLAGS.items() if flag.reader is read_path]
 """Settings that are paths: absolute in records, and possibly different between ranks."""
 
