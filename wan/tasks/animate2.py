@@ -164,6 +164,10 @@ class Animate2(Animate):
         columns, rows = (int(side) // multiple * multiple for side in sides)
         return check_nonzero_size(params.image_size, (columns, rows))
 
+    def estimate_host_bytes(self, params: VideoParams) -> dict[str, int]:
+        width, height = params.frame_size
+        return {"frames of the clip before": 3 * (params.refert_num or 0) * height * width * 4}
+
     def estimate_denoise_bytes(self, params: VideoParams) -> dict[str, int]:
         _, frames, height, width = params.latent_shape
         latents = params.preset.in_dim * (frames - 1) * height * width
