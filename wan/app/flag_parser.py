@@ -149,7 +149,7 @@ def _make_argument_options(name: str, flag: Option) -> dict[str, Any]:
     """Returns the keywords of `add_argument` for a flag, whose value `Option.read` reads later."""
     choices = flag.reader.choices
     choice_list = "{" + ",".join(choices or ()) + "}"
-    metavar = flag.reader.metavar if choices is None or len(choice_list) > 120 else choice_list
+    metavar = flag.reader.metavar if choices is None or len(choice_list) > 150 else choice_list
     argument_options: dict[str, Any] = {"help": flag.help, "metavar": metavar}
     if name == "plan":
         return {"help": flag.help, "action": "store_true"}

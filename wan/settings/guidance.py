@@ -92,7 +92,6 @@ class Guidance:
         real(1, 100, exclude_min=True),
         "scale of normalized attention guidance (NAG): the negative prompt has an effect also "
         "without guidance; authors 5, ComfyUI 11 (default none)",
-        common=True,
     )
     nag_tau: float | None = option(
         None,
