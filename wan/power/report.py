@@ -255,7 +255,7 @@ def _format_run_report(report: RunReport) -> Iterator[str]:
         yield f"  a layer, {label}: {counts_text}"
     num_layers = sum(rank.order.layers for rank in report.ranks)
     num_skipped = sum(rank.order.skipped for rank in report.ranks)
-    skipped_text = f", {num_skipped} skipped by a step cache" if num_skipped else ""
+    skipped_text = f", {num_skipped} skipped by a step cache or guidance" if num_skipped else ""
     yield f"  {num_layers} layers of {len(report.ranks)} ranks compared{skipped_text}"
     yield "\nMilliseconds of a step (duty: attention's share; hidden: overlapped communication)"
     parts = [part for part in report.ranks[0].parts if any(r.parts[part] for r in report.ranks)]
