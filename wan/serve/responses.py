@@ -158,7 +158,7 @@ def make_error_response(request: Request, error: Exception) -> Response:
             headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, InputError):
         status, code, message = 400, "invalid_request", str(error)
-        match = re.fullmatch(r"`?(\w+)`?", error.what)
+        match = re.fullmatch(r"`?(\w+)`?", error.subject)
         param = None if match is None else error.naming.names.get(match[1], match[1])
     elif isinstance(error, HTTPException):
         status, code, param, message = error.status_code, "http", None, error.detail

@@ -560,7 +560,7 @@ class Service:
             path = str(self.files.upload_path(job, name).absolute())
             message = message.replace(path, f"the uploaded {job.names.get(name, name)}")
         # A missing input is named where the sentence says what to do.
-        settings = re.findall(r"`(\w+)`", f"{error.what} {error.remedy}")
+        settings = re.findall(r"`(\w+)`", f"{error.subject} {error.remedy}")
         setting = next((name for name in settings if name != "task"), None)
         param = setting and job.names.get(setting, FIELD_NAMES.get(setting, setting))
         if param == FOLDER:

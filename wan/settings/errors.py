@@ -59,12 +59,12 @@ class EndedError(Exception):
 class InputError(ValueError):
     """Input is refused.
 
-    The message is one sentence: "WHAT VALUE WHY; REMEDY." Each part writes a setting in backticks
-    with the flag's name, `comm_type` or `comm_type=1`; the front end that reports the error
-    replaces it, for example by `--comm_type 1`. The command line exits with code 2.
+    The message is one sentence: "SUBJECT VALUE WHY; REMEDY." Each part writes a setting in
+    backticks with the flag's name, `comm_type` or `comm_type=1`; the front end that reports the
+    error replaces it, for example by `--comm_type 1`. The command line exits with code 2.
 
     Args:
-        what: Subject of the sentence: a setting in backticks, a file, a noun.
+        subject: A setting in backticks, a file, or a noun.
         value: The refused value; None where the subject needs none.
         why: Predicate: "has no effect with `ring_size=1`".
         remedy: Suggestion: "drop it or use a larger ring".
@@ -76,13 +76,13 @@ class InputError(ValueError):
 
     naming: FlagNaming = KEYWORD_NAMING
 
-    def __init__(self, what: str, value: object = None, why: str = "", remedy: str = "") -> None:
-        super().__init__(what, value, why, remedy)
-        self.what, self.value, self.why, self.remedy = what, value, why, remedy
+    def __init__(self, subject: str, value: object = None, why: str = "", remedy: str = "") -> None:
+        super().__init__(subject, value, why, remedy)
+        self.subject, self.value, self.why, self.remedy = subject, value, why, remedy
 
     def __str__(self) -> str:
-        subject = _shorten_words(self.naming.render(self.what))
-        setting = re.fullmatch(r"`(\w+)`", self.what)
+        subject = _shorten_words(self.naming.render(self.subject))
+        setting = re.fullmatch(r"`(\w+)`", self.subject)
         if self.value is not None and setting:  # backticks in a value stay as typed
             subject = self.naming.render_setting(setting[1], _shorten_words(str(self.value)))
         elif self.value is not None:
