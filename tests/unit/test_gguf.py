@@ -5,6 +5,7 @@ The `gguf` package writes the files and is the reference for headers and values.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import resource
@@ -13,7 +14,7 @@ import struct
 import time
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ from wan.checkpoint.headers import read_file_headers
 from wan.checkpoint.keymaps import rename_t5_to_transformers
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
-from wan.kernels.weight_only_linear import WeightOnlyLinear
+from wan.kernels.compiled_dequantise import CompiledDequantizer
+from wan.kernels.weight_only_linear import UpcastMemory, WeightOnlyLinear
 from wan.modules import t5
 from wan.planner.measure import Planner
 from wan.settings.errors import InputError
@@ -77,6 +79,49 @@ def test_values_of_any_bytes() -> None:
         ):
             wrong.append(kind)
     assert not wrong
+
+
+@np.errstate(invalid="ignore")
+@pytest.mark.parametrize(
+    "kind", [slow("Q8_0"), slow("Q6_K"), slow("Q5_K"), "Q4_K", slow("Q3_K"), slow("Q2_K")]
+)
+def test_compiled_values_of_any_bytes(kind: str) -> None:
+    """Those of the package, rounded to bfloat16; one function for weights of all sizes."""
+    generator, dequantizer = torch.Generator().manual_seed(0), CompiledDequantizer(min_elements=0)
+    for rows, columns in ((300, 512), (7, 256)):
+        size = rows, quantize(torch.zeros(1, columns), kind).shape[1]
+        stored = torch.randint(256, size, generator=generator, dtype=torch.uint8)
+        values, expected = torch.empty(rows, columns).bfloat16(), dequantize(stored.numpy(), kind)
+        with torch.inference_mode():
+            assert dequantizer.fill(kind, stored, values)
+        torch.testing.assert_close(values, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_weights_are_dequantized_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    stored = torch.from_numpy(quantize(torch.randn(40, 512), "Q4_K"))
+    dequantizer = CompiledDequantizer(min_elements=0)
+    layer = WeightOnlyLinear(
+        stored,
+        TO_FLOAT["Q4_K"],
+        None,
+        in_features=512,
+        memory=UpcastMemory(),
+        try_fill=partial(dequantizer.fill, "Q4_K"),
+    )
+    caplog.set_level(logging.WARNING)
+    with config.patch({"cpp.cxx": (str(tmp_path / "g++"),)}), torch.inference_mode():
+        rows = [layer(torch.eye(512).bfloat16()) for _ in range(2)]
+    for output in rows:
+        assert torch.equal(output, dequantize(stored.numpy(), "Q4_K").bfloat16().T)
+    (notice,) = caplog.messages
+    assert notice.startswith("Weights are dequantized without a compiler, which costs speed only: ")
+    assert "\n" not in notice and notice.endswith("(--fused_ops none does not try).")
 
 
 def tensors(seed: int = 0) -> dict[str, Tensor]:

@@ -29,7 +29,18 @@ def dequantize_gguf(qtype: str, data: Tensor) -> Tensor:
         The values, float32 [rows, columns].
     """
     blocks = data.view(torch.uint8).reshape(-1, GGUF[qtype][1])
-    return _DEQUANTIZERS[qtype](blocks).view(len(data), -1)
+    parts = split_scales(qtype, blocks) if qtype in _SPLITTERS else (blocks,)
+    return _DEQUANTIZERS[qtype](*parts).view(len(data), -1)
+
+
+def split_scales(qtype: str, blocks: Tensor) -> tuple[Tensor, ...]:
+    """Splits blocks [B,bytes] of Q8_0 or a K type into packed values and computed factors.
+
+    Returns:
+        The low bits, the high bits if there are any, the scale of each sub-block, and what is
+        subtracted from its values, if anything.
+    """
+    return _SPLITTERS[qtype](blocks)
 
 
 def _split_blocks(blocks: Tensor, *sizes: int) -> tuple[Tensor, ...]:
@@ -61,9 +72,13 @@ def _to_float(values: Tensor, offset: int = 0) -> Tensor:
     return values.view(torch.int8).sub_(offset).float() if offset else values.float()
 
 
-def _dequantize_q8_0(blocks: Tensor) -> Tensor:
+def _split_q8_0(blocks: Tensor) -> tuple[Tensor, ...]:
     scale, values = _split_blocks(blocks.view(torch.int8), 2, 32)
-    return values.float().mul_(_read_float16(scale))
+    return values, _read_float16(scale)
+
+
+def _dequantize_q8_0(values: Tensor, scales: Tensor) -> Tensor:
+    return values.float().mul_(scales)
 
 
 def _dequantize_q4_0(blocks: Tensor) -> Tensor:
@@ -94,54 +109,82 @@ def _dequantize_q5_1(blocks: Tensor) -> Tensor:
     return values.mul_(_read_float16(scale)).add_(_read_float16(minimum))
 
 
-def _dequantize_q2_k(blocks: Tensor) -> Tensor:
-    packed_scales, low_bits, scale, min_scale = _split_blocks(blocks, 16, 64, 2, 2)
+def _split_q2_k(blocks: Tensor) -> tuple[Tensor, ...]:
+    packed, low_bits, scale, min_scale = _split_blocks(blocks, 16, 64, 2, 2)
+    scales = _read_float16(scale) * (packed & 15).float()
+    offsets = _read_float16(min_scale) * (packed >> 4).float()
+    return low_bits, scales.unsqueeze(-1), offsets.unsqueeze(-1)
+
+
+def _dequantize_q2_k(low_bits: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
     values = _to_float(_unpack_bits(low_bits, 32, 2)).view(-1, 16, 16)
-    scales = (_read_float16(scale) * (packed_scales & 15).float()).unsqueeze(-1)
-    offsets = (_read_float16(min_scale) * (packed_scales >> 4).float()).unsqueeze(-1)
     return values.mul_(scales).sub_(offsets).flatten(1)
 
 
-def _dequantize_q3_k(blocks: Tensor) -> Tensor:
+def _split_q3_k(blocks: Tensor) -> tuple[Tensor, ...]:
     high_bits, low_bits, low_scales, high_scales, scale = _split_blocks(blocks, 32, 64, 8, 4, 2)
     sub_scales = _unpack_bits(low_scales, 8, 4) | (_unpack_bits(high_scales, 4, 2) << 4)
     scales = _read_float16(scale) * (sub_scales.float() - 32)
+    return low_bits, high_bits, scales.unsqueeze(-1)
+
+
+def _dequantize_q3_k(low_bits: Tensor, high_bits: Tensor, scales: Tensor) -> Tensor:
     values = _unpack_bits(low_bits, 32, 2)
     values.bitwise_or_(_unpack_bits(high_bits, 32, 1).bitwise_left_shift_(2))
-    return _to_float(values, 4).view(-1, 16, 16).mul_(scales.unsqueeze(-1)).flatten(1)
+    return _to_float(values, 4).view(-1, 16, 16).mul_(scales).flatten(1)
 
 
 def _unpack_k_scales(scale: Tensor, min_scale: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpacks the scales and offsets of the eight sub-blocks of Q4_K and Q5_K, [B,8,1] each."""
-    first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = torch.cat([first & 63, (last & 15) | ((first >> 2) & 48)], dim=1)
-    offsets = torch.cat([second & 63, (last >> 4) | ((second >> 2) & 48)], dim=1)
+    """Unpacks the scales and offsets of the eight sub-blocks of Q4_K and Q5_K, [B,8,1] each.
+
+    Four bytes are computed at once, as one integer.
+    """
+    first, second, last = packed.contiguous().view(torch.int32).unbind(1)
+    scales = first & 0x3F3F3F3F, (last & 0x0F0F0F0F) | ((first >> 2) & 0x30303030)
+    offsets = second & 0x3F3F3F3F, ((last >> 4) & 0x0F0F0F0F) | ((second >> 2) & 0x30303030)
     return (
-        (_read_float16(scale) * scales.float()).unsqueeze(-1),
-        (_read_float16(min_scale) * offsets.float()).unsqueeze(-1),
+        (_read_float16(scale) * _join_bytes(*scales)).unsqueeze(-1),
+        (_read_float16(min_scale) * _join_bytes(*offsets)).unsqueeze(-1),
     )
 
 
-def _dequantize_q4_k(blocks: Tensor) -> Tensor:
+def _join_bytes(left: Tensor, right: Tensor) -> Tensor:
+    """Returns the bytes of two int32 [B] as float32 [B,8]."""
+    return torch.stack([left, right], dim=1).view(torch.uint8).float()
+
+
+def _split_q4_k(blocks: Tensor) -> tuple[Tensor, ...]:
     scale, min_scale, packed_scales, low_bits = _split_blocks(blocks, 2, 2, 12, 128)
-    scales, offsets = _unpack_k_scales(scale, min_scale, packed_scales)
+    return low_bits, *_unpack_k_scales(scale, min_scale, packed_scales)
+
+
+def _dequantize_q4_k(low_bits: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
     values = _to_float(_unpack_bits(low_bits, 32, 4)).view(-1, 8, 32)
     return values.mul_(scales).sub_(offsets).flatten(1)
 
 
-def _dequantize_q5_k(blocks: Tensor) -> Tensor:
+def _split_q5_k(blocks: Tensor) -> tuple[Tensor, ...]:
     scale, min_scale, packed_scales, high_bits, low_bits = _split_blocks(blocks, 2, 2, 12, 32, 128)
-    scales, offsets = _unpack_k_scales(scale, min_scale, packed_scales)
+    return low_bits, high_bits, *_unpack_k_scales(scale, min_scale, packed_scales)
+
+
+def _dequantize_q5_k(
+    low_bits: Tensor, high_bits: Tensor, scales: Tensor, offsets: Tensor
+) -> Tensor:
     values = _to_float(_unpack_5_bits(low_bits, high_bits, 32)).view(-1, 8, 32)
     return values.mul_(scales).sub_(offsets).flatten(1)
 
 
-def _dequantize_q6_k(blocks: Tensor) -> Tensor:
+def _split_q6_k(blocks: Tensor) -> tuple[Tensor, ...]:
     low_bits, high_bits, sub_scales, scale = _split_blocks(blocks, 128, 64, 16, 2)
     scales = _read_float16(scale) * sub_scales.contiguous().view(torch.int8).float()
+    return low_bits, high_bits, scales.unsqueeze(-1)
+
+
+def _dequantize_q6_k(low_bits: Tensor, high_bits: Tensor, scales: Tensor) -> Tensor:
     values = _unpack_bits(low_bits, 64, 4)
     values.bitwise_or_(_unpack_bits(high_bits, 32, 2).bitwise_left_shift_(4))
-    return _to_float(values, 32).view(-1, 16, 16).mul_(scales.unsqueeze(-1)).flatten(1)
+    return _to_float(values, 32).view(-1, 16, 16).mul_(scales).flatten(1)
 
 
 def _look_up(values: list[int], low_bits: Tensor) -> Tensor:
@@ -221,7 +264,15 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _E2M1 = [sign * value for sign in (1, -1) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 _DOUBLED_E2M1 = [sign * value for sign in (1, -1) for value in (0, 1, 2, 3, 4, 6, 8, 12)]
 _IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
-_DEQUANTIZERS: Mapping[str, Callable[[Tensor], Tensor]] = {
+_SPLITTERS: Mapping[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "Q8_0": _split_q8_0,
+    "Q6_K": _split_q6_k,
+    "Q5_K": _split_q5_k,
+    "Q4_K": _split_q4_k,
+    "Q3_K": _split_q3_k,
+    "Q2_K": _split_q2_k,
+}
+_DEQUANTIZERS: Mapping[str, Callable[..., Tensor]] = {
     "Q8_0": _dequantize_q8_0,
     "Q6_K": _dequantize_q6_k,
     "Q5_K": _dequantize_q5_k,
@@ -236,7 +287,7 @@ _DEQUANTIZERS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "IQ4_XS": _dequantize_iq4_xs,
     "MXFP4": _dequantize_mxfp4,
 }
-"""GGUF type -> function from blocks, uint8 [B,bytes], to float32 values [B,V]."""
+"""GGUF type -> function from blocks, uint8 [B,bytes], or their parts to float32 values [B,V]."""
 TO_FLOAT: Mapping[str, Callable[[Tensor], Tensor]] = {
     E4M3: convert_e4m3,
     E5M2: Tensor.float,

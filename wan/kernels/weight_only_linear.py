@@ -96,6 +96,7 @@ class WeightOnlyLinear(nn.Module):
         scale: Tensor | None = None,
         lora: Mapping[str, Tensor] | None = None,
         memory: UpcastMemory | None = None,
+        try_fill: Callable[[Tensor, Tensor], bool] | None = None,
     ) -> None:
         """Makes the layer from stored tensors.
 
@@ -106,11 +107,12 @@ class WeightOnlyLinear(nn.Module):
             lora: `lora_up` [O,R], multiplied by its strength, and `lora_down` [R,I]; and of the
                 I-th LoKr `lora_left_I` [A,C], multiplied by its strength, and `lora_right_I` [B,D].
             memory: Is shared by the layers of a network; None: new memory in each call.
+            try_fill: Converts the weight to its second argument at once, or returns False.
         """
         super().__init__()
         self._memory = memory
         self.out_features, self.in_features = len(weight), in_features
-        self._to_float = to_float
+        self._to_float, self._try_fill = to_float, try_fill
         factors = {"lora_up": None, "lora_down": None, **(lora or {})}
         self._num_kroneckers = sum(name.startswith("lora_left") for name in factors)
         for name, tensor in {"weight": weight, "weight_scale": scale, **factors}.items():
@@ -134,8 +136,13 @@ class WeightOnlyLinear(nn.Module):
             weight_OI = x.new_empty(shape)
             self._upcast(weight_OI)
         else:
-            weight_OI = self._memory.get_or_fill(self, x, shape, self._upcast)
+            weight_OI = self._memory.get_or_fill(self, x, shape, self._upcast_at_once)
         return F.linear(x, weight_OI, self.bias)
+
+    def _upcast_at_once(self, weight_OI: Tensor) -> None:
+        """Writes the weight, in one pass where that is possible."""
+        if self._try_fill is None or not self._try_fill(self.weight, weight_OI):
+            self._upcast(weight_OI)
 
     def _upcast(self, weight_OI: Tensor) -> None:
         """Writes the weight, a slice of rows after the other."""

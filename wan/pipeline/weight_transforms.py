@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -23,6 +24,7 @@ from wan.checkpoint.tensor_info import E4M3, FP8, TensorInfo, view_as_bytes
 from wan.checkpoint.tensor_source import TensorSources
 from wan.checkpoint.w8a8_export import Export
 from wan.device import Device
+from wan.kernels.compiled_dequantise import CompiledDequantizer
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear as npu_linear
 from wan.kernels.weight_only_linear import FP8Linear, UpcastMemory, WeightOnlyLinear
@@ -66,12 +68,17 @@ def install_weight_only_linears(
         Layer -> its weight in the file, and its LoRA changes.
     """
     layers, memory = find_unconverted_layers(setup, name, device_type), UpcastMemory()
+    is_auto = setup.attention.fused_ops == ("auto",)
+    dequantizer = CompiledDequantizer() if is_auto and device_type == "cpu" else None
     for layer, (info, changes) in layers.items():
         in_fp8 = setup.multiplies_fp8 and info.dtype == E4M3 and not info.full_precision
         linear_class = FP8Linear if in_fp8 else WeightOnlyLinear
         module: Any = network.get_submodule(layer)
         network.set_submodule(
-            layer, _make_empty_linear(linear_class, info, module, changes, compute_dtype, memory)
+            layer,
+            _make_empty_linear(
+                linear_class, info, module, changes, compute_dtype, memory, dequantizer
+            ),
         )
     if layers:
         network.hold_weights = memory.hold
@@ -86,6 +93,7 @@ def _make_empty_linear(
     changes: Sequence[WeightDelta],
     compute_dtype: torch.dtype,
     memory: UpcastMemory,
+    dequantizer: CompiledDequantizer | None,
 ) -> WeightOnlyLinear:
     """Makes a layer on the meta device."""
     weight, scale = view_as_bytes(info), None
@@ -104,6 +112,7 @@ def _make_empty_linear(
         scale=scale,
         lora=lora,
         memory=memory,
+        try_fill=None if dequantizer is None else partial(dequantizer.fill, info.dtype),
     )
 
 
