@@ -1,7 +1,7 @@
 """Time a step of the DiT with quantized weights beside the same step in bfloat16.
 
     python -m benchmarks.quantised_weights --model 5B --size 320*192 --frames 9
-    python -m benchmarks.quantised_weights --model 5B --layers 4 --tokens 720 --rounds 3
+    python -m benchmarks.quantised_weights --model 5B --layers 4 --tokens 720 --rounds 3 --eager
 
 A step is the forward passes of both guidance branches, as the pipeline runs them; the keys and
 values of the text are cached. Every layer has the published size and random weights; all blocks
@@ -29,6 +29,7 @@ from wan.app.programs import make_argument_type, run_program
 from wan.checkpoint.dequantise import TO_FLOAT
 from wan.checkpoint.load import DTYPES
 from wan.checkpoint.tensor_info import E4M3, GGUF
+from wan.kernels.compiled_dequantise import MIN_VALUES, CompiledDequantizer
 from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
 from wan.kernels.forward_context import StepInfo
 from wan.kernels.int8_linear import W8A8Linear
@@ -53,7 +54,9 @@ SCALES = {"Q8_0": (0,), "Q6_K": (208,), "Q5_K": (0, 2), "Q4_K": (0, 2), "Q3_K": 
 VARIANTS = ("bf16", *SCALES, "FP8", "int8")
 
 
-def quantize_randomly(variant: str, linear: nn.Linear, memory: UpcastMemory) -> nn.Module:
+def quantize_randomly(
+    variant: str, linear: nn.Linear, memory: UpcastMemory, dequantizer: CompiledDequantizer
+) -> nn.Module:
     """Make a layer of the same size with random quantized weights."""
     rows, columns, bias = linear.out_features, linear.in_features, linear.bias
     if variant == "int8":
@@ -70,11 +73,18 @@ def quantize_randomly(variant: str, linear: nn.Linear, memory: UpcastMemory) -> 
     for offset in SCALES[variant]:
         blocks[:, offset : offset + 2] = torch.tensor([1e-3], dtype=torch.half).view(torch.uint8)
     stored = blocks.view(rows, -1)
-    return WeightOnlyLinear(stored, TO_FLOAT[variant], bias, in_features=columns, memory=memory)
+    try_fill = partial(dequantizer.fill, variant)
+    return WeightOnlyLinear(
+        stored, TO_FLOAT[variant], bias, in_features=columns, memory=memory, try_fill=try_fill
+    )
 
 
 def make_network(
-    preset: Preset, num_layers: int, variant: str, weights: dict[str, nn.Parameter]
+    preset: Preset,
+    num_layers: int,
+    variant: str,
+    weights: dict[str, nn.Parameter],
+    dequantizer: CompiledDequantizer,
 ) -> WanModel:
     """Make a network in bfloat16 whose blocks share the weights of the first one.
 
@@ -105,7 +115,8 @@ def make_network(
     if variant != "bf16":
         for name, module in list(first_block.named_modules()):
             if isinstance(module, nn.Linear):
-                first_block.set_submodule(name, quantize_randomly(variant, module, memory))
+                layer = quantize_randomly(variant, module, memory, dequantizer)
+                first_block.set_submodule(name, layer)
         network.hold_weights = None if variant == "int8" else memory.hold
         network.register_forward_hook(memory.free)
     for block in network.blocks[1:]:
@@ -148,11 +159,15 @@ def measure_variants(
     grid: tuple[int, int, int],
     variants: Sequence[str],
     rounds: int,
+    eager: bool,
 ) -> dict[str, Any]:
     """Measure the seconds of a step of every variant in every round."""
     torch.manual_seed(0)
     weights = dict[str, nn.Parameter]()
-    networks = {name: make_network(preset, num_layers, name, weights) for name in variants}
+    dequantizer = CompiledDequantizer(MIN_VALUES if eager else 0)
+    networks = {
+        name: make_network(preset, num_layers, name, weights, dequantizer) for name in variants
+    }
     seconds = common.time_interleaved(
         {name: make_step(network, grid) for name, network in networks.items()}, rounds
     )
@@ -162,6 +177,7 @@ def measure_variants(
         "grid": grid,
         "tokens": prod(grid),
         "threads": torch.get_num_threads(),
+        "eager": eager,
         "block_bytes": {name: count_block_bytes(network) for name, network in networks.items()},
         "seconds": seconds,
         "ratios": {
@@ -195,6 +211,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tuple
     parser.add_argument("--tokens", type=positive, help="instead of --size and --frames")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--rounds", type=positive, default=5, help="interleaved rounds (5)")
+    parser.add_argument("--eager", action="store_true", help="do not compile the dequantizing")
     parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)
     preset = PRESETS[MODELS[options.model]]
@@ -211,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{system.read_cpu_name()}, {torch.get_num_threads()} threads")
     variants = list(dict.fromkeys(("bf16", *options.variants)))
     layers = options.layers or preset.num_layers
-    record = measure_variants(preset, layers, grid, variants, options.rounds)
+    record = measure_variants(preset, layers, grid, variants, options.rounds, options.eager)
     print_record(record)
     common.write_json(options.json, common.CPU, [record])
 

@@ -87,7 +87,7 @@ def test_values_of_any_bytes() -> None:
 )
 def test_compiled_values_of_any_bytes(kind: str) -> None:
     """Those of the package, rounded to bfloat16; one function for weights of all sizes."""
-    generator, dequantizer = torch.Generator().manual_seed(0), CompiledDequantizer(min_elements=0)
+    generator, dequantizer = torch.Generator().manual_seed(0), CompiledDequantizer(min_values=0)
     for rows, columns in ((300, 512), (7, 256)):
         size = rows, quantize(torch.zeros(1, columns), kind).shape[1]
         stored = torch.randint(256, size, generator=generator, dtype=torch.uint8)
@@ -105,7 +105,7 @@ def test_weights_are_dequantized_without_a_compiler(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     stored = torch.from_numpy(quantize(torch.randn(40, 512), "Q4_K"))
-    dequantizer = CompiledDequantizer(min_elements=0)
+    dequantizer = CompiledDequantizer(min_values=0)
     layer = WeightOnlyLinear(
         stored,
         TO_FLOAT["Q4_K"],
