@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import socket
 import time
@@ -20,6 +19,7 @@ import openai
 
 from tests.dist import TORCHRUN, Ranks, free_port, make_rank_envs
 from tests.frames import read_frames
+from tests.serve.bodies import FORM, make_form
 from wan.cli.main import main
 
 PROMPT = "a large green square moves up on a gray background"
@@ -56,13 +56,10 @@ def generate_frames(path: Path, *flags: object, ranks: int = 1) -> np.ndarray:
     return read_frames(path)
 
 
-def _run_front(argv: Sequence[str], descriptors: int) -> int:
+def _run_front(argv: Sequence[str]) -> int:
     """Runs the front process."""
     from wan.serve.__main__ import run_service_cli
 
-    if descriptors:
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
     return run_service_cli(argv)
 
 
@@ -77,7 +74,6 @@ class ServiceProcess:
         flags: Sequence[object] = (),
         path: Path | None = None,
         key: str = "none",
-        descriptors: int = 0,
     ) -> None:
         """Starts the service.
 
@@ -88,7 +84,6 @@ class ServiceProcess:
             flags: Flags of generate.py.
             path: A folder of modules, first in the import path of the ranks.
             key: The API key.
-            descriptors: Limit of open files of the front and its ranks; 0: that of this process.
         """
         self.port = int(free_port())
         self.folder, self.url, self._key = folder, f"http://127.0.0.1:{self.port}", key
@@ -97,12 +92,11 @@ class ServiceProcess:
         service_args = ["--port", self.port, "--ranks", ranks, "--journal", folder, *options]
         sizes = ["--ulysses_size", ranks] if ranks > 1 else []
         self._argv = [*map(str, [*service_args, "--", *sizes, *flags])]
-        self._descriptors = descriptors
         self.start()
 
     def start(self, seconds: float = 120) -> None:
         """Starts the front, and waits until its ranks are ready."""
-        self._front = Ranks([self._environment], _run_front, self._argv, self._descriptors)
+        self._front = Ranks([self._environment], _run_front, self._argv)
         self.front = self._front.processes[0]
         self.wait(lambda: self.health().get("status") == "ok", seconds)
 
@@ -151,19 +145,7 @@ class ServiceProcess:
 
     def request_form(self, path: str, fields: Mapping[str, Any]) -> tuple[int, Any, Any]:
         """Sends a form; values are texts, bytes (sent as files), or lists of them."""
-        lines = []
-        values_by_field = {
-            name: item if isinstance(item, list) else [item] for name, item in fields.items()
-        }
-        for name, value in (
-            (name, value) for name, values in values_by_field.items() for value in values
-        ):
-            end = f'; filename="{name}"' if isinstance(value, bytes) else ""
-            head = f'--edge\r\nContent-Disposition: form-data; name="{name}"{end}\r\n\r\n'
-            content = value if isinstance(value, bytes) else value.encode()
-            lines += [head.encode(), content, b"\r\n"]
-        body = b"".join([*lines, b"--edge--\r\n"])
-        return self.request(path, body, Content_Type="multipart/form-data; boundary=edge")
+        return self.request(path, make_form(fields), Content_Type=FORM)
 
     def health(self) -> dict[str, Any]:
         """Returns the answer of /health, or {} if the service does not answer."""

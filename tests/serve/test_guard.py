@@ -91,6 +91,57 @@ async def test_pages_of_other_sites(tmp_path: Path) -> None:
     assert status == 403 and "access-control-allow-origin" not in headers
 
 
+async def test_keys_sizes_and_a_busy_service(tmp_path: Path) -> None:
+    """Foreign hosts, origins and keys, large bodies, and all requests when busy are refused."""
+    busy: list[bool] = []
+    jobs = Jobs(tmp_path / "jobs", key=KEY, most_bytes=50, is_busy=lambda: bool(busy))
+    auth_headers: dict[str, Any] = {"authorization": f"Bearer {KEY}"}
+    cases: dict[str, tuple[dict[str, Any], int]] = {
+        "": ({}, 200),
+        "IP": ({"host": "127.0.0.1:8000"}, 200),
+        "name with a port": ({"host": "LocalHost:80"}, 200),
+        "other host": ({"host": "evil.example"}, 421),
+        "own page": ({"origin": "http://localhost"}, 200),
+        "other page": ({"origin": "http://evil.example"}, 403),
+        "no page": ({"origin": "null"}, 403),
+        "no key": ({"authorization": ""}, 401),
+        "long": ({"content_length": "51"}, 413),
+        "short": ({"content_length": "50"}, 200),
+        "no length": ({"content_length": "-1"}, 413),
+    }
+    statuses = {
+        n: (await jobs.request("/v1/videos", **auth_headers | h))[0] for n, (h, _) in cases.items()
+    }
+    assert statuses == {name: status for name, (_, status) in cases.items()}
+    for parts, status in (((51,), 413), ((30, 20), 400), ((30, 21), 413)):  # without a length
+        body = tuple(b"x" * size for size in parts)
+        assert (await jobs.request("/v1/videos", body, **auth_headers))[0] == status, parts
+    assert (await jobs.request("/liveness"))[0] == 200 and (await jobs.request("/"))[0] == 200
+    busy.append(True)
+    status, headers, answer = await jobs.request("/v1/videos", **auth_headers)
+    assert (status, headers["retry-after"], answer["error"]["code"]) == (503, "5", "busy")
+    assert (await jobs.request("/health"))[2]["queued"] == 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"transfer_encoding": "chunked"}, 413),
+        ({"content_length": "600"}, 413),
+        ({"content_length": "60", "host": "evil.example"}, 421),
+    ],
+)
+async def test_a_refused_body_is_read(headers: dict[str, str], status: int, tmp_path: Path) -> None:
+    """Clients that still send see a closed connection instead of the answer."""
+    jobs = Jobs(tmp_path / "jobs", most_bytes=100)
+    parts = (b"x" * 60,) * 10
+    assert (await jobs.request("/v1/videos", parts, **headers))[0] == status
+    assert jobs.num_unread_parts == 0
+    waiting = {"content_length": "600", "expect": "100-continue"}
+    assert (await jobs.request("/v1/videos", parts, **waiting))[0] == 413
+    assert jobs.num_unread_parts == 10
+
+
 async def test_a_slash_at_the_end_of_a_path(jobs: Jobs) -> None:
     """It is no other path: a redirect behind a proxy would lead to another host."""
     status, _, video = await jobs.request("/v1/videos/", BODY)

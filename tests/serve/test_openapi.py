@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from collections.abc import Iterator
@@ -11,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.serve.bodies import FORM, make_data_url, make_form, make_picture
 from tests.serve.jobs import PROMPT, Jobs
-from tests.serve.test_peer_requests import FORM, make_data_url, make_form
 from wan.serve import __main__ as command
 from wan.serve import fields, page_routes
 from wan.serve.openapi import make_openapi
@@ -224,8 +223,8 @@ async def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
     status, headers, content = await jobs.request(path)
     assert (status, headers["content-type"]) == (200, "application/octet-stream")
     assert headers["x-content-type-options"] == "nosniff"
-    assert content == base64.b64decode(make_data_url().partition(",")[2])
-    url = f"data:;base64,{base64.b64encode(content).decode()}"
+    assert content == make_picture()
+    url = make_data_url(media_type="")
     form = make_form({"extra_body": json.dumps(video["request"]), "input_reference": url})
     second = (await jobs.request("/v1/videos", form, Content_Type=FORM))[2]["id"]
     one, two = (jobs.service.find_job(name) for name in (first, second))
