@@ -118,6 +118,7 @@ async def test_a_large_data_url_in_a_form(jobs: Jobs) -> None:
     assert (await jobs.request("/v1/videos", body))[2] == answer
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 async def test_openais_client(jobs: Jobs) -> None:
     """Its types accept the answers; pages follow each other."""
     server = uvicorn.Server(uvicorn.Config(jobs.app, lifespan="off", log_level="error"))

@@ -82,7 +82,8 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
 def served(tmp_path_factory: pytest.TempPathFactory, faults: Faults) -> Iterator[ServiceProcess]:
     """A service of two ranks with InsertComm."""
     folder = tmp_path_factory.mktemp("serve") / "jobs"
-    with ServiceProcess(folder, 2, flags=["--comm_type", 1], path=faults.path) as service:
+    flags = ["--comm_type", 1]
+    with ServiceProcess(folder, 2, flags=flags, path=faults.path, is_forked=True) as service:
         yield service
 
 
