@@ -146,6 +146,12 @@ class Jobs:
         assert status == 200, video
         return str(video["id"])
 
+    async def get_video(self, name: str) -> dict[str, Any]:
+        """Returns the video object of a job."""
+        status, _, video = await self.request(f"/v1/videos/{name}")
+        assert status == 200, video
+        return dict(video)
+
     def complete(
         self,
         name: str,

@@ -263,12 +263,8 @@ def test_when_all_work_others_are_turned_away(start: Start, done: Work, clients:
 
 
 def test_what_many_clients_do_is_logged_once(
-    start: Start,
-    clients: ExitStack,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    start: Start, clients: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("wan"), "propagate", True)
     port = start(8)
     for _ in range(30):
         open_connection(port).close()

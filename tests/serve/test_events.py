@@ -79,7 +79,7 @@ async def test_events_of_a_job(jobs: Jobs) -> None:
     steps = [(e["done"], e["total"]) for _, kind, e in streams[0] if kind == "step"]
     assert steps == [(1, 2), (2, 2)]
     assert [e["step"] for _, kind, e in streams[0] if kind == "preview"] == [2]
-    assert streams[0][-1][2] == (await jobs.request(f"/v1/videos/{name}"))[2]
+    assert streams[0][-1][2] == await jobs.get_video(name)
     assert [e[1:] for e in await Listener(jobs, name).finish()] == [("end", streams[0][-1][2])]
     status, _, _ = await jobs.request(f"/v1/videos/{name}/events", Last_Event_ID=str(numbers[-1]))
     assert status == 204

@@ -50,6 +50,7 @@ async def test_pages_behind_a_proxy(tmp_path: Path) -> None:
         "other port": ("10.1.2.3", {"origin": f"{page}:81"} | forwarded, 403),
         "other site": ("10.1.2.3", {"origin": other} | forwarded, 403),
         "null": ("10.1.2.3", {"origin": "null"} | forwarded, 403),
+        "own page": (None, {"origin": "http://any"}, 200),
         "same origin": (None, {"origin": page, "Sec_Fetch_Site": "same-origin"}, 200),
         "same site": (None, {"origin": page, "Sec_Fetch_Site": "same-site"}, 403),
         "cross site": (None, {"origin": other, "Sec_Fetch_Site": "cross-site"}, 403),
@@ -92,18 +93,12 @@ async def test_pages_of_other_sites(tmp_path: Path) -> None:
 
 
 async def test_keys_sizes_and_a_busy_service(tmp_path: Path) -> None:
-    """Foreign hosts, origins and keys, large bodies, and all requests when busy are refused."""
+    """Wrong keys, large bodies, and all requests when busy are refused."""
     busy: list[bool] = []
     jobs = Jobs(tmp_path / "jobs", key=KEY, most_bytes=50, is_busy=lambda: bool(busy))
     auth_headers: dict[str, Any] = {"authorization": f"Bearer {KEY}"}
     cases: dict[str, tuple[dict[str, Any], int]] = {
         "": ({}, 200),
-        "IP": ({"host": "127.0.0.1:8000"}, 200),
-        "name with a port": ({"host": "LocalHost:80"}, 200),
-        "other host": ({"host": "evil.example"}, 421),
-        "own page": ({"origin": "http://localhost"}, 200),
-        "other page": ({"origin": "http://evil.example"}, 403),
-        "no page": ({"origin": "null"}, 403),
         "no key": ({"authorization": ""}, 401),
         "long": ({"content_length": "51"}, 413),
         "short": ({"content_length": "50"}, 200),

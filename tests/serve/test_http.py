@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sqlite3
-import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +37,6 @@ async def test_an_estimate_has_a_constant_part(jobs: Jobs) -> None:
     assert jobs.service.estimates.estimate_wait(last) == pytest.approx(90)
     jobs.service.delete(long)
     assert jobs.service.estimates.estimate_wait(last) == pytest.approx(0)
-
-
-async def test_a_poll_does_not_wait_for_the_disk(jobs: Jobs) -> None:
-    names = [await jobs.create() for _ in range(5)]
-    jobs.complete(names[0])
-    with closing(sqlite3.connect(jobs.folder / "journal.sqlite")) as other:
-        other.execute("BEGIN IMMEDIATE")
-        began = time.monotonic()
-        for path in ("/health", "/metrics", "/v1/videos", *map("/v1/videos/{}".format, names)):
-            await jobs.request(path)
-        assert time.monotonic() - began < 0.5
-        assert jobs.get_state(names[0]) == "completed"
 
 
 async def test_headers_that_http_requires(tmp_path: Path) -> None:

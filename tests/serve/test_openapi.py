@@ -206,7 +206,7 @@ async def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
         "negative_prompt": "dark",
     }
     first = await jobs.create(sent)
-    video = (await jobs.request(f"/v1/videos/{first}"))[2]
+    video = await jobs.get_video(first)
     assert video["request"] == {
         "prompt": PROMPT,
         "size": "64x64",
@@ -247,13 +247,13 @@ async def test_a_missing_file_is_named(task: str, param: str, tmp_path: Path) ->
 async def test_where_a_video_is_in_the_queue(jobs: Jobs) -> None:
     first = await jobs.create()
     jobs.complete(first, seconds=8)
-    assert "queue_position" not in (await jobs.request(f"/v1/videos/{first}"))[2]
+    assert "queue_position" not in (await jobs.get_video(first))
     names = [await jobs.create() for _ in range(3)]
-    videos = [(await jobs.request(f"/v1/videos/{name}"))[2] for name in names]
+    videos = [(await jobs.get_video(name)) for name in names]
     assert [video["queue_position"] for video in videos] == [0, 1, 2]
     assert [video["seconds_left"] for video in videos] == [8, 16, 24]
     jobs.start_idle_ranks()
-    running = (await jobs.request(f"/v1/videos/{names[0]}"))[2]
+    running = await jobs.get_video(names[0])
     assert running["queue_position"] is None and 0 < running["seconds_left"] <= 8
 
 

@@ -26,27 +26,20 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
-async def get_video(jobs: Jobs, name: str) -> dict[str, Any]:
-    """Returns the video object of a job."""
-    status, _, video = await jobs.request(f"/v1/videos/{name}")
-    assert status == 200
-    return dict(video)
-
-
 async def test_seeds(jobs: Jobs) -> None:
     """Each request has its seeds, and its fields sent again have the same ones."""
     for fields, seeds in SEVERAL.values():
-        video = await get_video(jobs, await jobs.create(fields))
+        video = await jobs.get_video(await jobs.create(fields))
         assert [output["seed"] for output in video["data"]] == seeds and video["seed"] == seeds[0]
-        again = await get_video(jobs, await jobs.create(video["request"]))
+        again = await jobs.get_video(await jobs.create(video["request"]))
         assert again["data"][0]["seed"] == seeds[0] and again["request"] == video["request"]
     for field, value, seeds in (("seed[]", ["3", "1"], [3, 1]), ("seed", "[2, 4]", [2, 4])):
         form = make_form({"prompt": PROMPT, field: value})
         _, _, video = await jobs.request("/v1/videos", form, Content_Type=FORM)
         assert [output["seed"] for output in video["data"]] == seeds
-    drawn = (await get_video(jobs, await jobs.create({"n": 3})))["data"]
+    drawn = (await jobs.get_video(await jobs.create({"n": 3})))["data"]
     assert [output["seed"] - drawn[0]["seed"] for output in drawn] == [0, 1, 2]
-    mixed = (await get_video(jobs, await jobs.create({"seed": [5, -1]})))["data"]
+    mixed = (await jobs.get_video(await jobs.create({"seed": [5, -1]})))["data"]
     assert mixed[0]["seed"] == 5 and mixed[1]["seed"] >= 0
 
 
@@ -61,7 +54,7 @@ async def test_one_after_the_other(jobs: Jobs) -> None:
         (command,) = ranks.job_groups[-1]
         assert command["settings"]["base_seed"] == 7 + index
         jobs.handle_rank_message("step", job=command["job"], done=1, total=2)
-        video = await get_video(jobs, name)
+        video = await jobs.get_video(name)
         assert (video["status"], video["attempt"]) == ("in_progress", 1)
         assert video["steps"] == [2 * index + 1, 6]
         assert video["progress"] == int(99 * (2 * index + 1) / 6)
@@ -80,7 +73,7 @@ async def test_one_after_the_other(jobs: Jobs) -> None:
         assert (
             f'filename="{name}{f"-{index}" if index else ""}.mp4"' in headers["content-disposition"]
         )
-    video = await get_video(jobs, name)
+    video = await jobs.get_video(name)
     assert (video["status"], video["progress"], video["inference_time_s"]) == ("completed", 100, 6)
     assert video["stage_durations"] == {"denoising": 3} and video["peak_memory_mb"] == 3
     assert [output["url"] for output in video["data"]] == [
@@ -147,7 +140,7 @@ async def test_a_failed_video_keeps_those_before(jobs: Jobs) -> None:
     ranks = jobs.start_idle_ranks()
     jobs.complete(name)
     jobs.handle_rank_message("failed", job=f"{name}.1", code="not_finite", message="A NaN.")
-    video = await get_video(jobs, name)
+    video = await jobs.get_video(name)
     assert video["error"] == {"code": "not_finite", "message": "Video 2 of 3: A NaN."}
     assert [output["status"] for output in video["data"]] == ["completed", "failed", "failed"]
     assert (await jobs.request(f"/v1/videos/{name}/content"))[2] == b"video"
@@ -164,7 +157,7 @@ async def test_each_video_has_its_own_attempts(jobs: Jobs) -> None:
             jobs.complete(output)
         jobs.handle_rank_message("ended", code="ranks_lost", message="The ranks have ended.")
         jobs.handle_rank_message("ready")
-        video = await get_video(jobs, name)
+        video = await jobs.get_video(name)
         attempts.append((video["status"], video["attempt"], video["steps"]))
     assert attempts == [
         ("in_progress", 2, [0, 4]),
@@ -183,12 +176,12 @@ async def test_videos_that_share_the_loads_of_experts(tmp_path: Path) -> None:
     assert names == [first, f"{first}.1", f"{first}.2", second]
     for name in names:
         jobs.handle_rank_message("step", job=name, done=1, total=2)
-    assert (await get_video(jobs, first))["steps"] == [3, 6]
+    assert (await jobs.get_video(first))["steps"] == [3, 6]
     jobs.handle_rank_message("failed", job=f"{first}.1", code="not_finite", message="A NaN.")
     assert ranks.cancelled == [first, f"{first}.2"] and jobs.get_state(first) == "in_progress"
     for name in (first, f"{first}.2"):
         jobs.handle_rank_message("failed", job=name, code="cancelled", message="Cancelled.")
-    video = await get_video(jobs, first)
+    video = await jobs.get_video(first)
     assert video["error"] == {"code": "not_finite", "message": "Video 2 of 3: A NaN."}
     jobs.complete(second, 11.0, loading=10.0)
     assert [command["job"] for command in ranks.job_groups[-1]] == [f"{second}.1", f"{second}.2"]
@@ -216,14 +209,14 @@ async def test_a_restart_continues_with_the_next_video(is_recorded: bool, tmp_pa
     (folder / "video-1.preview.jpg").write_bytes(b"\xff\xd8\xff")
     jobs.service.journal.close()  # as written before a kill
     reopened = Jobs(jobs.folder, Limits(batch_size=1))
-    video = await get_video(reopened, name)
+    video = await reopened.get_video(name)
     assert (video["status"], video["steps"]) == ("queued", [2, 6])
     assert {path.name for path in folder.iterdir()} == {"video.mp4", "video.json"}
     ranks = reopened.start_idle_ranks()
     for index in (1, 2):
         assert ranks.job_groups[-1][0]["job"] == f"{name}.{index}"
         reopened.complete(f"{name}.{index}")
-    assert (await get_video(reopened, name))["progress"] == 100
+    assert (await reopened.get_video(name))["progress"] == 100
 
 
 async def test_kills_during_the_second_video(tmp_path: Path) -> None:
@@ -239,7 +232,7 @@ async def test_kills_during_the_second_video(tmp_path: Path) -> None:
     for _ in range(2):
         jobs.service.journal.close()  # as written before a kill
         jobs = Jobs(jobs.folder, Limits(batch_size=1))
-        video = await get_video(jobs, name)
+        video = await jobs.get_video(name)
         states.append((video["status"], video["attempt"]))
         jobs.start_idle_ranks()
     assert states == [("queued", 1), ("failed", 2)]
@@ -254,7 +247,7 @@ async def test_a_video_that_is_gone_at_the_start_is_made_again(tmp_path: Path) -
     (jobs.folder / "jobs" / name / "video.mp4").unlink()
     jobs.service.journal.close()
     reopened = Jobs(jobs.folder, Limits(batch_size=1))
-    assert (await get_video(reopened, name))["steps"] == [0, 6]
+    assert (await reopened.get_video(name))["steps"] == [0, 6]
     (command,) = reopened.start_idle_ranks().job_groups[-1]
     assert command["job"] == name
 
@@ -268,7 +261,7 @@ async def test_a_lost_journal(tmp_path: Path) -> None:
         write_finished_video(jobs.folder / "jobs" / name, record, stem)
     jobs.service.journal.close()
     (jobs.folder / "journal.sqlite").unlink()
-    video = await get_video(Jobs(jobs.folder), name)
+    video = await Jobs(jobs.folder).get_video(name)
     assert (video["status"], video["steps"], video["inference_time_s"]) == ("completed", [4, 4], 4)
     assert video["completed_at"] == 1767312000
     outputs = [(output["seed"], output["status"]) for output in video["data"]]

@@ -243,15 +243,15 @@ async def test_a_job_whose_ranks_were_lost_goes_on_after_its_clips(jobs: Jobs) -
     expected_files = write_attempt_files(jobs, name)
     jobs.service.find_job(name).started = 1.0  # long ago
     jobs.handle_rank_message("ended", **RANKS_LOST)
-    video = (await jobs.request(f"/v1/videos/{name}"))[2]
+    video = await jobs.get_video(name)
     assert (video["status"], video["progress"]) == ("queued", 0)
     assert list_job_files(jobs, name) == expected_files
     jobs.handle_rank_message("ready")
-    video = (await jobs.request(f"/v1/videos/{name}"))[2]
+    video = await jobs.get_video(name)
     assert (video["status"], video["progress"], video["attempt"]) == ("in_progress", 0, 2)
     assert jobs.service.find_job(name).started == pytest.approx(time.time(), abs=60)
     jobs.handle_rank_message("ended", **RANKS_LOST)
-    video = (await jobs.request(f"/v1/videos/{name}"))[2]
+    video = await jobs.get_video(name)
     assert (video["status"], video["error"]["code"]) == ("failed", "ranks_lost")
     assert list_job_files(jobs, name) == {"upload-image"}
 
@@ -263,14 +263,14 @@ async def test_a_job_that_ran_when_the_front_was_killed(jobs: Jobs) -> None:
     expected_files = write_attempt_files(jobs, name)
     await jobs.service.journal.save()
     reopened = Jobs(jobs.folder, SINGLE_JOB)
-    video = (await reopened.request(f"/v1/videos/{name}"))[2]
+    video = await reopened.get_video(name)
     assert (video["status"], video["progress"]) == ("queued", 0)
     assert list_job_files(jobs, name) == expected_files
     reopened.start_idle_ranks()
     write_attempt_files(reopened, name)
     await reopened.service.journal.save()
     last = Jobs(jobs.folder, SINGLE_JOB)
-    video = (await last.request(f"/v1/videos/{name}"))[2]
+    video = await last.get_video(name)
     assert (video["status"], video["error"]["code"]) == ("failed", "interrupted")
     assert list_job_files(jobs, name) == {"upload-image"}
 
@@ -288,9 +288,8 @@ async def test_a_job_that_is_deleted_while_it_runs(jobs: Jobs) -> None:
     )
     assert list_group_ids(ranks) == [[name], [next_id]]
     assert not (jobs.folder / "jobs" / name).exists()
-    jobs.handle_rank_message(
-        "step", job=name, done=5, total=10, follows=True
-    )  # late messages of the cancelled job
+    # late messages of the cancelled job
+    jobs.handle_rank_message("step", job=name, done=5, total=10, follows=True)
     jobs.handle_rank_message("done", job=name, texts=[0, 1], seconds=1.0, loading=0.0)
     assert jobs.get_state(name) == "deleted" and jobs.get_state(next_id) == "in_progress"
 
@@ -306,7 +305,7 @@ async def test_a_stop_is_no_attempt(jobs: Jobs) -> None:
         assert list_job_files(current, name) == expected_files
         current.service.journal.close()
         current = Jobs(jobs.folder, SINGLE_JOB)
-        video = (await current.request(f"/v1/videos/{name}"))[2]
+        video = await current.get_video(name)
         assert (video["status"], video["progress"], video["attempt"]) == ("queued", 0, 0)
         current.start_idle_ranks()
         assert current.get_state(name) == "in_progress"
@@ -333,7 +332,7 @@ async def test_a_remix_of_a_long_video_has_as_many_clips(tmp_path: Path) -> None
     jobs = Jobs(tmp_path / "jobs", SINGLE_JOB, flags=["--task", "i2v-A14B"])
     name = await jobs.create({"prompt": ["a", "b", "c"], "input_reference": make_data_url()})
     remix = (await jobs.request(f"/v1/videos/{name}/remix", {"prompt": "d"}))[2]
-    assert remix["num_frames"] == (await jobs.request(f"/v1/videos/{name}"))[2]["num_frames"]
+    assert remix["num_frames"] == (await jobs.get_video(name))["num_frames"]
     job = jobs.service.find_job(remix["id"])
     assert (job.settings["prompt"], job.settings["num_clip"]) == ("d", 3)
     assert jobs.service.files.upload_path(job, "image").read_bytes() == make_picture()
@@ -345,5 +344,5 @@ async def test_a_remix_has_the_priority_and_the_settings_of_the_other(jobs: Jobs
     job = jobs.service.find_job(remix["id"])
     assert (job.priority, job.settings["base_seed"]) == (7, 5)
     assert job.settings["prompt"] == "a blue star"
-    assert remix["guidance"] == (await jobs.request(f"/v1/videos/{name}"))[2]["guidance"]
+    assert remix["guidance"] == (await jobs.get_video(name))["guidance"]
     assert json.loads(jobs.service.find_job(name).shape) == json.loads(job.shape)
