@@ -92,13 +92,14 @@ def find_latents(root: object) -> list[torch.Tensor]:
 
 
 def test_a_paused_video_leaves_its_device() -> None:
-    """The tensors that a solver keeps from earlier steps leave the device, too."""
+    """The tensors that solver and guider keep from earlier steps leave the device, too."""
+    guidance = {"guider": "apg", "apg_momentum": 0.5, "sample_guide_scale": (2.0, 2.0)}
     for solver in SOLVERS:
         steps = {"sample_steps": 4, "boundary_step": 3} if solver == "rcm" else {}
-        video = DenoisingLoop(*make_six_steps(sample_solver=solver, **steps))
+        video = DenoisingLoop(*make_six_steps(sample_solver=solver, **steps, **guidance))
         video.advance(Recorder(), num_experts=1)
         latents_before = find_latents(video)
-        assert len(latents_before) >= {"unipc": 3, "dpm++": 3}.get(solver, 1), solver
+        assert len(latents_before) >= {"unipc": 4, "dpm++": 4}.get(solver, 2), solver
         video.to(torch.device("meta"))
         latents_after = find_latents(video)
         assert {x.device.type for x in latents_after} == {"meta"} and len(latents_after) == len(
