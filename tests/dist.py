@@ -1,16 +1,19 @@
 """Real ranks for tests: pools of processes that stay up, ranks started one by one, and torchrun.
 
 All ranks except torchrun's are forked from a server that only imports modules (not from pytest's
-process, whose OpenMP threads a fork would lose) and use one thread each. Every call has a time
-limit. On any error the output of every rank is shown and the ranks are killed.
+process, whose OpenMP threads a fork would lose) and use one thread each. The server itself is
+forked from pytest's process before the first test, so that modules are imported once. Every call
+has a time limit. On any error the output of every rank is shown and the ranks are killed.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import fcntl
 import gc
 import itertools
+import logging
 import multiprocessing as mp
 import os
 import re
@@ -23,8 +26,10 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import patch
 
 REPO = Path(__file__).parents[1]
 GENERATE = str(REPO / "generate.py")
@@ -34,6 +39,38 @@ _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
 _POOLS: dict[int, Pool] = {}
 _PORT_LOCKS: list[IO[str]] = []
+
+
+def fork_server() -> None:
+    """Starts multiprocessing's fork server as a fork of this process.
+
+    multiprocessing starts a new interpreter, which takes seconds to import torch and diffusers.
+    """
+
+    def fork(_: object, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            _leave_pytest(descriptors)
+            exec(arguments[-1])  # `python -c`: the server's loop
+        finally:
+            os._exit(0)
+
+    resource_tracker.ensure_running()  # an interpreter of its own
+    with patch("multiprocessing.util.spawnv_passfds", fork):
+        forkserver.ensure_running()
+
+
+def _leave_pytest(descriptors: Sequence[int]) -> None:
+    """Closes what a new interpreter does not inherit, and sends output to the standard streams."""
+    faulthandler.disable()
+    logging.root.handlers.clear()
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    first = 3
+    for kept in (*sorted(descriptors), os.sysconf("SC_OPEN_MAX")):
+        os.closerange(first, kept)
+        first = kept + 1
 
 
 def run_on_ranks(
