@@ -78,7 +78,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     if "tests.dist" in sys.modules:  # a collected test starts ranks
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # for the output of ranks, too
         sys.modules["tests.dist"].fork_server()
+        capture.suspend_global_capture()
 
 
 @pytest.hookimpl(trylast=True)
