@@ -9,11 +9,9 @@ has a time limit. On any error the output of every rank is shown and the ranks a
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import fcntl
 import gc
 import itertools
-import logging
 import multiprocessing as mp
 import os
 import re
@@ -25,6 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -52,7 +51,8 @@ def fork_server() -> None:
         if pid:
             return pid
         try:
-            _leave_pytest(descriptors)
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not those of pytest's capture
+            _close_write_end(descriptors[-1])
             exec(arguments[-1])  # `python -c`: the server's loop
         finally:
             os._exit(0)
@@ -62,15 +62,14 @@ def fork_server() -> None:
         forkserver.ensure_running()
 
 
-def _leave_pytest(descriptors: Sequence[int]) -> None:
-    """Closes what a new interpreter does not inherit, and sends output to the standard streams."""
-    faulthandler.disable()
-    logging.root.handlers.clear()
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-    first = 3
-    for kept in (*sorted(descriptors), os.sysconf("SC_OPEN_MAX")):
-        os.closerange(first, kept)
-        first = kept + 1
+def _close_write_end(read_end: int) -> None:
+    """Closes the other end of a pipe, whose closing by pytest's process ends the server."""
+    pipe = os.fstat(read_end).st_ino
+    for descriptor in range(3, os.sysconf("SC_OPEN_MAX")):
+        with suppress(OSError):
+            if descriptor != read_end and os.fstat(descriptor).st_ino == pipe:
+                os.close(descriptor)
+                return
 
 
 def run_on_ranks(
