@@ -16,6 +16,7 @@ from tests.refusals import check_refusals, get_refusal
 from wan.device import Device
 from wan.kernels.compiled_ops import STEPS_BY_OP
 from wan.kernels.forward_context import StepInfo
+from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.interfaces import AttentionInput, Target
 from wan.kernels.registry import CheckpointRotations, make_dense_kernel, select_kernels
 from wan.kernels.sdpa import (
@@ -238,6 +239,23 @@ def test_every_method_of_cpus_computes_the_formula() -> None:
         assert error < (0.1 if name == "fp8" else 1e-5), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_an_int8_layer(dtype: torch.dtype) -> None:
+    """By definition: ((sum * weight scale) * token scale) + bias in float32, integers exact."""
+    generator = torch.Generator().manual_seed(0)
+    x, factors = (torch.randn(n, 40, generator=generator).to(dtype) for n in (50, 1))
+    weight = torch.randint(-127, 128, (30, 40), generator=generator).char()
+    scale, bias = (torch.randn(30, generator=generator).to(dtype).float() for _ in range(2))
+    smoothed = (x * factors[0]).float()
+    token_scale = smoothed.abs().amax(1, keepdim=True) / 127
+    values = (smoothed / token_scale).round().double()
+    sums = (values @ weight.double().T).float()
+    expected = (sums * scale * token_scale + bias).to(dtype)
+    assert not torch.equal(sums * token_scale * scale, sums * scale * token_scale)
+    layer = W8A8Linear(weight, scale, bias, factors[0], dtype=dtype)
+    assert torch.equal(layer(x), expected)
+
+
 def test_a_backend_in_a_plan() -> None:
     """Without a GPU and without xfuser: unknown properties are described as assumed."""
     for name in list_dense_kernels("attention_backend"):
@@ -252,6 +270,20 @@ def test_a_backend_in_a_plan() -> None:
         assert (assumed in selected.describe()) == (row.xfuser_member is not None), name
         out, lse = selected.dense_kernel.with_lse(*(x.to("meta", torch.bfloat16) for x in qkv(64)))
         assert out.shape == (2, 19, 3, 64) and lse.shape == (2, 3, 19), name
+
+
+@pytest.mark.parametrize(("names", "is_compiled"), [(("auto",), False), (("gelu",), True)])
+def test_only_named_operations_are_compiled_for_small_tensors(
+    names: tuple[str, ...], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[object] = []
+    monkeypatch.setattr(torch, "compile", lambda op, **_: compiled.append(op) or op)
+    target = Target(CPU, 64, torch.float32)
+    run = select_kernels(Attention(fused_ops=names), target, {}).compiled_ops
+    assert run is not None
+    with torch.no_grad():
+        BlockOps(run_op=run).gelu(torch.zeros(1, 4, 8))
+    assert bool(compiled) == is_compiled
 
 
 def test_backends_on_a_cpu() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,27 @@ def test_missing_readings_count_as_the_mean() -> None:
     assert result.mean_w == pytest.approx(100) and result.joules == pytest.approx(1000)
 
 
+def test_a_slow_reading_skips_the_readings_that_it_overran() -> None:
+    """Of a first reading that takes 40 periods; the others are not made up for."""
+    taken: list[float] = []
+
+    class Slow(PowerSource):
+        name = "slow"
+
+        def read_sample(self) -> Sample:
+            taken.append(time.monotonic())
+            if len(taken) == 1:
+                time.sleep(40 * period)
+            elif len(taken) == 10:
+                tenth.set()
+            return Sample(1.0)
+
+    period, tenth = 2e-3, threading.Event()
+    with Meter(Slow(), period):
+        assert tenth.wait(60)
+    assert taken[9] - taken[1] > 6 * period, "once per period"
+
+
 def test_one_reading() -> None:
     result = run_meter([Sample(250.0, 1.0, 1500.0, frozenset(), time=3.0)])
     assert result.samples == 1 and result.mean_w == 250 and result.joules is None
@@ -267,8 +289,8 @@ def write_line(path: Path, text: object) -> None:
 
 @pytest.fixture
 def sysfs(tmp_path: Path) -> Path:
-    """The sysfs files of a machine with two packages, as of Linux 6."""
-    powercap = tmp_path / "class/powercap"
+    """The sysfs files of a machine with two packages, as and counters of two ranges."""
+    powercap, ranges = tmp_path / "class/powercap", {"intel-rapl:1": 65_532_610_987}
     for zone, name, energy in (
         ("intel-rapl:0", "package-0", 262_143_000_000),
         ("intel-rapl:0:0", "core", 5_000_000),
@@ -279,7 +301,7 @@ def sysfs(tmp_path: Path) -> Path:
     ):
         write_line(powercap / zone / "name", name)
         write_line(powercap / zone / "energy_uj", energy)
-        write_line(powercap / zone / "max_energy_range_uj", 262_143_328_850)
+        write_line(powercap / zone / "max_energy_range_uj", ranges.get(zone, 262_143_328_850))
         write_line(powercap / zone / "constraint_0_power_limit_uw", 205_000_000)
     for core in range(64):
         policy = tmp_path / f"devices/system/cpu/cpufreq/policy{core}"
@@ -302,7 +324,10 @@ def test_rapl_sums_packages_and_goes_on_where_counters_begin_again(sysfs: Path) 
     second = source.read_sample()
     assert second.joules - first.joules == pytest.approx(0.5 + 3)
     set_energy(sysfs, 0, 100_000)
-    assert source.read_sample().joules - second.joules == pytest.approx(262_143.328850 - 0.07115)
+    third = source.read_sample()
+    assert third.joules - second.joules == pytest.approx(262_143.328850 - 0.07115)
+    set_energy(sysfs, 1, 1_000_000)
+    assert source.read_sample().joules - third.joules == pytest.approx(65_532.610987 - 3)
 
 
 def test_rapl_without_clocks_and_limits(sysfs: Path) -> None:

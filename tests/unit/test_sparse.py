@@ -400,7 +400,13 @@ def test_refusals() -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex() -> None:
-    sizes = ((300, 600, 128), (256, 512, 256), (128, 700, 256), (130, 40, 128))
+    sizes = (
+        (300, 600, 128),
+        (256, 512, 256),
+        (128, 700, 256),
+        (130, 640, 256),  # half of the last key block
+        (130, 40, 128),
+    )
     for queries, keys, k_rows in sizes:
         generator = torch.Generator().manual_seed(keys)
         q, k, v = (torch.randn(2, n, 2, 16, generator=generator) for n in (queries, keys, keys))

@@ -253,6 +253,17 @@ def test_figures_of_a_rank() -> None:
     ]
 
 
+def test_gaps_end_with_a_step() -> None:
+    """The gap between the last attention of a step and the first one of the next is none."""
+    first = play(replace(PLAN, layers=1)).events
+    second = [
+        Event(e.operation, e.attributes | {"step": 1}, e.begin + 10**9, e.end + 10**9, e.issued)
+        for e in first
+    ]
+    rank = analyze_trace(Trace(PLAN, [*first, *second], {}))
+    assert (rank.within.count, rank.within.longest, rank.across.count) == (2, 12, 0)
+
+
 def test_what_is_hidden_under_attention() -> None:
     """The second chunk's exchange is under way during the first's attention, and so on."""
     plan = replace(PLAN, comm_type=0, overlap=True, layers=1)
