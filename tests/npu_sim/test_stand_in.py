@@ -1,24 +1,17 @@
-"""Parts of the stand-in for torch_npu that no kernel's test covers: masks, devices, hccl, log."""
+"""Parts of the stand-in for torch_npu that no kernel's test covers: masks and devices."""
 
 from __future__ import annotations
 
-import json
-import os
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch_npu
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from tests.dist import Ranks, make_rank_envs
 from tests.npu_sim import oracles
-from tests.npu_sim.oracles import compute_attention, make_random
+from tests.npu_sim.oracles import compute_attention
 
 ops = torch.ops.mindiesd
 NPU = torch.device("npu", 1)
@@ -30,11 +23,6 @@ def make_qkv(rows: int = 300, keys: int = 200, dtype: torch.dtype = torch.float3
     return [x.transpose(1, 2).contiguous() for x in oracles.make_qkv(rows, keys, dtype=dtype)]
 
 
-def run_fused_attention(*qkv: Tensor, layout: str = "BNSD", **extra_kwargs: Any) -> Any:
-    heads = extra_kwargs.pop("head_num", 2)
-    return torch_npu.npu_fusion_attention(*qkv, heads, layout, **{"scale": 0.125} | extra_kwargs)
-
-
 def compute_attention_BNSD(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Compute float64 attention of [B,N,S,D]."""
     return compute_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask=mask).transpose(1, 2)
@@ -42,21 +30,6 @@ def compute_attention_BNSD(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None 
 
 def check_close(actual: Tensor, expected: Tensor, **limits: Any) -> None:
     torch.testing.assert_close(actual, expected.to(actual.dtype), **limits)
-
-
-def test_bits_do_not_depend_on_heads_and_aligned_cuts() -> None:
-    q, k, v = make_qkv(dtype=torch.bfloat16)
-    full_output = run_fused_attention(q, k, v)[0]
-    for cut in (128, 256):
-        parts = [
-            run_fused_attention(x.contiguous(), k, v)[0] for x in (q[:, :, :cut], q[:, :, cut:])
-        ]
-        assert torch.equal(torch.cat(parts, 2), full_output)
-    heads = [
-        run_fused_attention(*(x[:, n : n + 1].contiguous() for x in (q, k, v)), head_num=1)[0]
-        for n in range(2)
-    ]
-    assert torch.equal(torch.cat(heads, 1), full_output)
 
 
 def quantize_blocks(x_BNSD: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,20 +89,6 @@ def test_block_sparse_by_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     check_close(out, compute_attention_BNSD(*dequantized, mask=row_mask), **HALF)
 
 
-def test_calls_are_logged_in_memory_and_per_rank(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, calls: list[Any]
-) -> None:
-    monkeypatch.setenv("NPU_SIM_LOG", str(tmp_path / "log"))
-    monkeypatch.setenv("RANK", "3")
-    run_fused_attention(*make_qkv())
-    torch_npu.npu_rms_norm(make_random(2, 8), make_random(8))
-    lines = [json.loads(line) for line in (tmp_path / "log.3").read_text().splitlines()]
-    assert [call.name for call in calls] == ["npu_fusion_attention", "npu_rms_norm"]
-    assert [line["name"] for line in lines] == [call.name for call in calls]
-    assert lines[0]["shapes"] == [[1, 2, 300, 64], [1, 2, 200, 64], [1, 2, 200, 64]]
-    assert calls[1].dtypes == ("bfloat16", "bfloat16")
-
-
 def test_tensors_of_the_npu_are_on_the_cpu() -> None:
     assert (NPU.type, NPU.index) == ("npu", 1) and torch.device("npu:1") == NPU
     tensors: list[Tensor] = [
@@ -152,74 +111,3 @@ def test_tensors_of_the_npu_are_on_the_cpu() -> None:
     assert len(tensors) == 12 and {x.device.type for x in tensors} == {"cpu"}
     assert torch.zeros(1, device="meta").device.type == "meta"
     assert isinstance(torch.default_generator, torch.Generator)
-
-
-def test_the_device_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    npu = torch.get_device_module("npu")
-    assert npu is torch.npu is torch_npu.npu
-    monkeypatch.setenv("NPU_SIM_COUNT", "2")
-    npu.set_device("npu:1")
-    assert (npu.current_device(), npu.device_count(), npu.is_available()) == (1, 2, True)
-    with pytest.raises(RuntimeError, match="there is no device 2"):
-        npu.set_device(2)
-    npu.set_device(0)
-    stream, event = npu.Stream(device=NPU), npu.Event()
-    with npu.stream(stream):
-        event.record(npu.current_stream())
-    stream.wait_event(event)
-    stream.wait_stream(npu.current_stream())
-    npu.synchronize()
-    assert stream.device == NPU and event.query()
-
-
-def run_over_hccl() -> int:
-    rank = int(os.environ["RANK"])
-    npu = torch.device("npu", rank)
-    torch.npu.set_device(npu)
-    dist.init_process_group("hccl", device_id=npu)
-    mesh = init_device_mesh("npu", (1, 2), mesh_dim_names=("a", "b"))
-    group = mesh["b"].get_group()
-    assert dist.get_backend(group) == "hccl"
-    local_values = torch.arange(4.0, device=npu) + 10 * rank
-    received, gathered = torch.empty_like(local_values), torch.empty(8, device=npu)
-    work = dist.all_to_all_single(received, local_values, group=group, async_op=True)
-    assert work is not None
-    work.wait()
-    assert received.tolist() == [2 * rank, 2 * rank + 1, 10 + 2 * rank, 11 + 2 * rank]
-    dist.all_gather_single(gathered, local_values, group)
-    assert gathered.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
-    send = dist.P2POp(dist.isend, local_values, group=group, group_peer=1 - rank)
-    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=1 - rank)
-    for work in dist.batch_isend_irecv([send, receive]):
-        work.wait()
-    assert torch.equal(received, torch.arange(4.0) + 10 * (1 - rank))
-    box = [rank]
-    dist.broadcast_object_list(box, src=0, device=npu)
-    dist.broadcast(local_values, src=0)
-    assert box == [0] and local_values[0] == 0
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(npu)
-    x = torch.randn(3, 8, device=npu)
-    with torch.no_grad():
-        expected = model(x)
-        fully_shard(model, mesh=mesh._flatten("world"))
-        assert torch.equal(model(x), expected)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
-
-
-@pytest.mark.dist
-def test_two_ranks_over_hccl(tmp_path: Path) -> None:
-    with Ranks(make_rank_envs(2, NPU_SIM_LOG=str(tmp_path / "log")), run_over_hccl) as ranks:
-        assert ranks.wait_for_exit() == [0, 0], ranks.format_outputs()
-    for rank in (0, 1):
-        lines = (tmp_path / f"log.{rank}").read_text().splitlines()
-        calls: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        names = ["all_to_all_single", "all_gather_single", "batch_isend_irecv", "broadcast"]
-        assert [call["name"] for call in calls[:4]] == names
-        verbs = [f"isend {1 - rank}", f"irecv {1 - rank}"]
-        assert calls[2]["facts"] == {"ranks": [0, 1], "verbs": verbs}
-        assert calls[0]["facts"] == {"ranks": [0, 1], "async_op": True}
-        assert calls[1]["facts"] == {"ranks": [0, 1], "async_op": False}
-        assert calls[0]["shapes"] == [[4], [4]]

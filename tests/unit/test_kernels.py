@@ -24,7 +24,6 @@ from wan.kernels.sdpa import (
     EFFICIENT,
     FLASH,
     CudaKernel,
-    CudaOperator,
     SdpaKernel,
     attend_with_padded_heads,
     check_cudnn,
@@ -129,18 +128,6 @@ def test_operators_of_gpus_return_what_a_kernel_returns() -> None:
         assert lse.shape == (2, 3, 19) and lse.dtype == torch.float32, (operator.name, head)
 
 
-def test_both_paths_of_a_kernel_use_one_operator() -> None:
-    operator_calls: list[str] = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        operator_calls.append("own")
-        return F.scaled_dot_product_attention(q, k, v, scale=scale), q[..., 0]
-
-    kernel = CudaKernel(CudaOperator("own", attend))
-    assert torch.equal(kernel(*qkv(8)), kernel.with_lse(*qkv(8))[0])
-    assert kernel.name == "own" and operator_calls == ["own", "own"]
-
-
 def test_the_record_names_cudnn_on_gpus() -> None:
     for device_type in ("cpu", "cuda", "npu"):
         versions = log.collect_versions(device_type, ("hypothesis", "no-such-package"))
@@ -195,11 +182,6 @@ ON_CPU = [
     for name, row in DENSE_KERNELS.items()
     if "cpu" in row.factories and row.xfuser_member is None
 ]
-
-
-def test_a_flag_selects_the_row_of_its_name() -> None:
-    for name, row in DENSE_KERNELS.items():
-        assert Attention(**{row.flag: name}).dense_kernel is row
 
 
 def test_every_dense_kernel_of_cpus_computes_the_formula() -> None:

@@ -112,12 +112,8 @@ def test_fields() -> None:
 
 
 def test_mapping() -> None:
-    assert {
-        name: npu_smi.parse_die_locations(text(name)) for name in DIE_LOCATIONS
-    } == DIE_LOCATIONS
-
-
-def test_mapping_of_an_a5() -> None:
+    locations = {name: npu_smi.parse_die_locations(text(name)) for name in DIE_LOCATIONS}
+    assert locations == DIE_LOCATIONS
     assert npu_smi.parse_die_locations(A5_MAP) == {0: DieLocation(0, 0), 1: DieLocation(1, 0)}
 
 

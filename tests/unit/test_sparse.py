@@ -243,11 +243,7 @@ SCHEDULES: dict[str, list[tuple[int, dict[str, object], bool]]] = {
     "plain": [(s, {}, s in (3, 7, 11)) for s in range(3, 14)],
     "another expert": [(3, {}, True), (5, {"expert": "low"}, True), (6, {"expert": "low"}, False)],
     "back again": [(4, {}, True), (5, {"expert": "low"}, True), (6, {}, True)],
-    "branch": [(3, {}, True), (3, {"branch": "uncond"}, True), (4, {"branch": "uncond"}, False)],
-    "layer": [(4, {}, True), (4, {"layer": 1}, True), (5, {}, False)],
-    "head": [(4, {}, True), (4, {"first_head": 2}, True), (5, {"first_head": 2}, False)],
     "skipped refresh": [(5, {}, True), (8, {}, True), (9, {}, False)],
-    "sample": [(4, {}, True), (4, {"sample": 1}, True), (5, {"sample": 1}, False)],
     "the sampling ends": [(4, {}, True), (5, {"count": 6}, False), (6, {}, True)],
     "same step of the next video": [(3, {}, True), (3, {}, True)],
     "next video, after one that failed": [(4, {}, True), (4, {}, True), (5, {}, False)],
@@ -401,16 +397,15 @@ def test_refusals() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex() -> None:
     sizes = (
-        (300, 600, 128),
-        (256, 512, 256),
-        (128, 700, 256),
-        (130, 640, 256),  # half of the last key block
+        (300, 200, 128),
+        (128, 512, 256),
+        (130, 384, 256),  # half of the last key block
         (130, 40, 128),
     )
     for queries, keys, k_rows in sizes:
         generator = torch.Generator().manual_seed(keys)
-        q, k, v = (torch.randn(2, n, 2, 16, generator=generator) for n in (queries, keys, keys))
-        shape = (2, 2, math.ceil(queries / 128), math.ceil(keys / k_rows))
+        q, k, v = (torch.randn(1, n, 2, 16, generator=generator) for n in (queries, keys, keys))
+        shape = (1, 2, math.ceil(queries / 128), math.ceil(keys / k_rows))
         mask = torch.rand(shape, generator=generator) < 0.5
         mask[..., -1] |= ~mask.any(-1)
         blocks = make_flex_mask(mask, queries, keys, k_rows)
@@ -436,8 +431,8 @@ def test_flex_with_small_heads() -> None:
         return flex_attention(q, *tensors, **options)
 
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 256, 2, 8, generator=generator) for _ in range(3))
-    mask = torch.tensor([[True, False], [True, True]]).expand(1, 2, 2, 2)
+    q, k, v = (torch.randn(1, 256, 1, 8, generator=generator) for _ in range(3))
+    mask = torch.tensor([[True, False], [True, True]]).expand(1, 1, 2, 2)
     output = FlexBlocks(CPU, compiled)(
         AttentionInput(q), AttentionInput(k), AttentionInput(v), mask, 128
     )
@@ -446,8 +441,8 @@ def test_flex_with_small_heads() -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_as_the_kernel_of_fp8() -> None:
-    grid = (3, 10, 20)
-    q, k, v = qkv(grid)
+    grid = (3, 10, 13)
+    q, k, v = qkv(grid, heads=2)
     kernel = FlexBlocks(CPU)
     by_flex, by_tiles = (
         prepare_rows(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_npu import npu
 from torch_npu.chip import (
     require,
     require_chip,
@@ -157,7 +158,7 @@ def adaln(x: Tensor, scale: Tensor, shift: Tensor, *rest: Any, **named: Any) -> 
 
 def frequency_regulator(freq: int) -> Tensor:
     """Logged; the status tensor, 0 for success."""
-    record("mindiesd.frequency_regulator", freq=freq)
+    record("mindiesd.frequency_regulator", freq=freq, device=npu.current_device())
     return torch.zeros(1, dtype=torch.int64)
 
 
