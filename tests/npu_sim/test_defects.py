@@ -138,7 +138,7 @@ def record_constructors(traced_calls: set[str]) -> Iterator[None]:
 
 def collect_constructors(name: str, mode: str) -> set[str]:
     """Collect constructors in the second call of a layer; the first one may move rotations."""
-    kind, grid, second_calls = KINDS[name], (4, 16, 16), set()
+    kind, grid, second_calls = KINDS[name], (2, 16, 16), set()
     kernels = parts_of(kind)
     layer = make_layer(Topology(2, 2), mode, kernels)
     plan = TokenPlan(prod(grid), 4, kind.attention.row_multiple(2))

@@ -31,7 +31,6 @@ from tests.npu_sim.ranks import (
 )
 from wan.kernels.fp8 import Fp8Attention, Fp8Quantizer, Rotations
 from wan.kernels.interfaces import AttentionInput
-from wan.kernels.npu import block_sparse
 from wan.kernels.npu import dense as npu
 from wan.kernels.npu import fp8 as npu_quant
 from wan.kernels.npu.clock import FrequencyCap
@@ -111,24 +110,6 @@ def test_laser_refuses_where_mindiesd_takes_another_kernel(chip: Choose, calls: 
     for size, dtype in ((192, BF16), (64, F32)):
         with pytest.raises(ValueError, match=f"rows, heads of {size} and {dtype}"):
             kernel(*make_qkv(2048, 2048, 1, size, dtype))
-
-
-def test_kernels_a_chip_does_not_have_are_refused() -> None:
-    """Kernels assert that their chip has them; settings refuse it before."""
-    chips_by_kernel = {
-        npu.LaserKernel: "A2 A3",
-        npu_quant.NpuBlockQuantizer: "A5",
-        npu_quant.NpuFp8Attention: "A5",
-        block_sparse.RainKernelV2: "A2 A3",
-        block_sparse.RainKernelV3: "A2 A3 A5",
-    }
-    for make, chips in chips_by_kernel.items():
-        for name in ("Duo", "A2", "A3", "A5"):
-            if name in chips.split():
-                make(make_target(name))
-            else:
-                with pytest.raises(AssertionError, match=f"{name} has no"):
-                    make(make_target(name))
 
 
 def test_block_quantizer(chip: Choose, calls: list[Any]) -> None:
@@ -239,21 +220,6 @@ def test_keys_get_the_layout_of_the_operator_once(name: str, chip: Choose) -> No
         attend(q.slice_rows(first, first + 256), first)
     (first_k, first_v), (second_k, second_v) = seen
     assert first_k.data_ptr() == second_k.data_ptr() and first_v.data_ptr() == second_v.data_ptr()
-
-
-def test_fp8_takes_any_strides(chip: Choose) -> None:
-    """Strides as after an exchange: values and scales with tokens first."""
-    chip("A5")
-    quantize = npu_quant.NpuBlockQuantizer(make_target("A5"))
-    kernel = npu_quant.NpuFp8Attention(make_target("A5"))
-    q, k, v = (
-        quantize(x, rows) for x, rows in zip(make_qkv(200, 400), (128, 256, 256), strict=True)
-    )
-    output = kernel(q, k, v, BF16)
-    first, second, third = (x.map(Tensor.contiguous) for x in (q, k, v))
-    assert torch.equal(kernel(first, second, third, BF16), output)
-    expected = compute_attention(*(x.dequantize(torch.float64) for x in (q, k, v)))
-    assert max_error(output, expected) < BOUND[BF16]
 
 
 def test_clock_is_restored_on_every_path(chip: Choose, calls: list[Any]) -> None:

@@ -28,7 +28,6 @@ from wan.kernels.rainfusion_masks import (
     make_select_table,
     make_window_order,
     mean_pool_blocks,
-    protect_first_frame,
 )
 from wan.settings.devices import get_capabilities
 
@@ -117,16 +116,6 @@ def test_order(frames: int, height: int, width: int) -> None:
     assert order.tolist() == naive_order((frames, height, width))
 
 
-def test_pooled() -> None:
-    x, wrong = torch.randn(2, 300, 3, 8, dtype=torch.float64), {}
-    for rows in (1, 100, 128, 256, 300, 301):
-        means = [x[:, a : a + rows].mean(1) for a in range(0, 300, rows)]
-        error = (mean_pool_blocks(x, rows) - torch.stack(means, 1)).abs().max().item()
-        if error > 1e-15 or mean_pool_blocks(x.bfloat16(), rows).dtype != torch.bfloat16:
-            wrong[rows] = error
-    assert not wrong
-
-
 def test_mask() -> None:
     wrong = []
     for grid in GRIDS:
@@ -191,21 +180,6 @@ def test_scores_are_rounded_to_the_inputs_dtype() -> None:
     expected = shares >= shares.sort(descending=True).values[..., 21:22]
     assert torch.equal(mask, expected)
     assert not torch.equal(mask, make_block_mask(q_pool, k_pool, 0.64, scale))
-
-
-def test_sink() -> None:
-    wrong = []
-    for frame, first in product([(8, 16), (8, 17), (24, 24), (1, 1)], (0, 1, 4, 6)):
-        tokens = frame[0] * frame[1]
-        mask = protect_first_frame(
-            torch.zeros(1, 1, 4, 3, dtype=torch.bool), (9, *frame), first, 128, 256
-        )
-        wrong += [
-            (frame, first, i, j)
-            for i, j in product(range(4), range(3))
-            if mask[0, 0, i, j] != ((first + i) * 128 < tokens or j * 256 < tokens)
-        ]
-    assert not wrong
 
 
 def test_parts_have_the_whole_mask() -> None:
