@@ -175,6 +175,7 @@ def test_one_file_of_all_networks(
         ("high_noise.", "low_noise."),
         ("model.high_noise_model.", "model.low_noise_model."),
         ("HighNoise.transformer.", "LowNoise.transformer."),
+        ("a_h.transformer.", "a_h.transformer_2."),  # an ambiguous word decides nothing
     ],
 )
 def test_two_experts_in_one_file(high: str, low: str, tiny: Any, tmp_path: Path) -> None:

@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.conftest import slow
+from tests.lora_files import CONVOLUTION, LINEARS, Q, save_lycoris
 from tests.pipelines import build_quick_pipeline, generate_quick_latents, resolve_plan
 from tests.refusals import check_refusals, get_refusal
-from tests.unit.test_lora import Q
-from tests.unit.test_lora_kinds import CONVOLUTION, LINEARS, LYCORIS, save_lycoris
 from tests.unit.test_marks import quantise_state
 from wan.app import flag_parser, resolve
 from wan.app.run import Run
@@ -39,14 +38,9 @@ SINGLE_STEP = ["--sample_steps", "1", "--precision", "fp32", "--sample_guide_sca
 OTHER_LAYERS = ("patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0")
 OTHER_LAYERS += ("time_embedding.2", "time_projection.1", "head.head", "blocks.0.cross_attn.k")
 OTHER_LAYERS += ("blocks.1.cross_attn.v", "blocks.0.self_attn.k", "blocks.1.self_attn.v")
-SEPARABLE = ("LoRA", "rsLoRA", "LoHa", "LoKr", "LoKr of 4", "LoKr, factorised")
+SEPARABLE = ("LoRA", "LoHa", "LoKr")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(scope="module")
-def weights(tiny: Any) -> dict[str, Tensor]:
-    return load_file(tiny("t2v-1.3B") / "diffusion_pytorch_model.safetensors")
 
 
 def save_pairs(
@@ -382,9 +376,3 @@ def test_refused(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="lora_folder"):
         flags = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--video_lora", "good"]
         resolve.resolve_settings(flag_parser.parse_flags(flags))
-
-
-def test_kinds_are_all_decided() -> None:
-    """Each kind of LyCORIS is tested above, or refused because of a core, magnitudes or size."""
-    others = {k for k in LYCORIS if "DoRA" in k or "core" in k} | {"LoKr, whole", "GLoRA"}
-    assert others | {*SEPARABLE} | {"LoKr, unbalanced"} == LYCORIS.keys()
