@@ -1,28 +1,18 @@
-"""Damaged and hostile files of a checkpoint load, or are refused in a sentence, fast and small.
-
-python tests/unit/test_damaged_files.py 60000 outcomes.txt
-
-goes on after the last line of outcomes.txt (number, kind, outcome).
-"""
+"""Damaged and hostile files of a checkpoint load, or are refused in a sentence, fast and small."""
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import shutil
-import sys
-import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -30,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from sentencepiece import sentencepiece_model_pb2
 
 from tests.cli.test_fuzz import RAW, damage_bytes
-from tests.gguf_files import make_gguf_folders
+from tests.gguf_files import make_gguf_folders, write_vocabulary
 from tests.pipelines import resolve_plan
 from tests.unit.test_marks import quantise_state
 from tools.quantize_dit import quantize_checkpoint
@@ -52,6 +42,11 @@ TASK = "t2v-1.3B"
 SIZES = {"num_layers": 1, "dim": 64, "ffn_dim": 96, "num_heads": 2}
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 LAYER = "blocks.0.self_attn.q"
+VOCABULARY = {
+    "tokens": ["<pad>", "</s>", "<unk>", "a", "b", "\u2581"],
+    "scores": [0.0, -1.0, -2.0, -3.0, -4.0, -5.0],
+    "token_type": [3, 3, 2, 1, 1, 1],
+}
 MAX_SECONDS = 2.0  # of the process
 MAX_GROWTH = 64  # MB of resident memory
 HOSTILE = (0, 1, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 60, (1 << 63) - 1, (1 << 64) - 1)
@@ -211,21 +206,6 @@ def write_sentencepiece(path: Path) -> Path:
     return path
 
 
-def write_vocabulary(path: Path) -> Path:
-    """A GGUF file with a vocabulary."""
-    writer = gguf.GGUFWriter(path, "t5encoder")
-    pieces = ["<pad>", "</s>", "<unk>", "a", "b", "\u2581"]
-    writer.add_token_list(pieces)
-    writer.add_token_scores([-float(number) for number in range(len(pieces))])
-    writer.add_token_types([3, 3, 2, 1, 1, 1])
-    writer.add_tensor("enc.output_norm.weight", torch.zeros(4).numpy())
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file):
-        write()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def make_fp8_folder(source: Path, folder: Path) -> Path:
     """The checkpoint in ComfyUI's FP8, with a mark for each layer, and one for all of them."""
     shutil.copytree(source, folder)
@@ -276,7 +256,7 @@ def make_targets(root: Path) -> dict[str, Target]:
     lora, adapter = write_lora(root), write_peft_folder(root / "peft")
     spiece, vocabulary = (
         write_sentencepiece(root / "t5.safetensors"),
-        write_vocabulary(root / "t5.gguf"),
+        write_vocabulary(root / "t5.gguf", VOCABULARY),
     )
     tokenizer = plain / "google" / "umt5-xxl"
     gguf_file = next(quantised.glob("*.gguf"))
@@ -391,38 +371,3 @@ def test_damaged_files(tmp_path: Path) -> None:
     outcomes = Counter(try_damaged(targets, contents, seed) for seed in range(1000))
     assert {outcome.split("\t")[1] for outcome in outcomes} == {"loaded", "refused"}, outcomes
     assert all(outcomes[f"{kind}\trefused"] for kind in targets), outcomes
-
-
-def main(count: int, log: Path) -> None:
-    """Tries the numbers after those in the log; a process of its own for each 500."""
-    done = log.read_text().splitlines() if log.exists() else []
-    first = int(done[-1].split("\t")[0]) + 1 if done else 0
-    warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory() as name:
-        targets = make_targets(Path(name))
-        contents = read_contents(targets)
-        while first < count:
-            last = min(first + 500, count)
-            if (child := os.fork()) == 0:
-                try:
-                    with log.open("a") as file:
-                        for seed in range(first, last):
-                            print(seed, try_damaged(targets, contents, seed), sep="\t", file=file)
-                            file.flush()
-                    os._exit(0)
-                finally:  # of a defect of this program
-                    os._exit(1)
-            _, status = os.waitpid(child, 0)
-            first = last
-            if status:
-                first = int(log.read_text().splitlines()[-1].split("\t")[0]) + 1
-                with log.open("a") as file:
-                    print(first, "?", f"killed by {status}", sep="\t", file=file)
-                first += 1
-    outcomes = Counter(line.split("\t", 1)[1] for line in log.read_text().splitlines())
-    for outcome, number in sorted(outcomes.items()):
-        print(f"{number}\t{outcome}")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

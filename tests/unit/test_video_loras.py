@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +23,12 @@ from wan.app import flag_parser, resolve
 from wan.app.run import Run
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
-from wan.checkpoint.lora_folder import find_lora_files
+from wan.checkpoint.lora_folder import (
+    VideoLora,
+    compute_lora_digest,
+    find_lora_files,
+    make_video_lora_record,
+)
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.weight_only_linear import WeightOnlyLinear
 from wan.modules.lora_branch import LoraBranch, add_lora_branches, set_lora_branches
@@ -235,6 +242,27 @@ def test_the_cache_keeps_the_last_ones_within_its_bytes(
     loader.max_bytes = 0
     loader.read_all(resolve_with_loras(run, "b").inputs.loras)
     assert loader.cached_bytes == 0
+
+
+def test_a_digest_is_that_of_the_files_present_content(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for seconds, content in enumerate((b"a", b"bb", b"cc")):
+        path.write_bytes(content)
+        os.utime(path, (seconds, seconds))
+        for _ in range(2):
+            assert compute_lora_digest(path) == hashlib.sha256(content).hexdigest()
+
+
+def test_the_record_has_each_file_and_scale_once() -> None:
+    lora: Any = None
+    a, half, b = (
+        VideoLora(name, scale, name * 2, lora) for name, scale in (("a", 1), ("a", 0.5), ("b", 1))
+    )
+    assert make_video_lora_record({"high_noise": (a, half), "low_noise": (b, a)}) == [
+        {"name": "a", "sha256": "aa", "scale": 1, "experts": ["high_noise", "low_noise"]},
+        {"name": "a", "sha256": "aa", "scale": 0.5, "experts": ["high_noise"]},
+        {"name": "b", "sha256": "bb", "scale": 1, "experts": ["low_noise"]},
+    ]
 
 
 def compute_denoising_bytes(run: Run) -> tuple[int, int]:
