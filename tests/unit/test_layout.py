@@ -496,26 +496,37 @@ def test_shards_that_are_refused(shards: list[Path], folder: Path) -> None:
     check_messages("shards", messages)
 
 
-def test_a_published_networks_first_blocks_are_no_network() -> None:
-    """A shard under another name, built from the shapes in headers alone."""
-    config = make_reference_checkpoint(PRESETS["t2v-1.3B"]).config
+def read_published_config(task: str, count: int) -> Any:
+    """Reads the configuration of a published network's first blocks from shapes in headers."""
+    config: Any = make_reference_checkpoint(PRESETS[task]).config
     shapes = {
         "patch_embedding.weight": (config["dim"], 16, 1, 2, 2),
         "time_embedding.0.weight": (config["dim"], 256),
         "text_embedding.0.weight": (config["dim"], 4096),
         "head.head.weight": (64, config["dim"]),
         "blocks.0.self_attn.norm_q.weight": (config["dim"],),
-        **{f"blocks.{i}.ffn.0.weight": (config["ffn_dim"], config["dim"]) for i in range(30)},
+        **{f"blocks.{i}.ffn.0.weight": (config["ffn_dim"], config["dim"]) for i in range(count)},
     }
+    if "vace_layers" in config:
+        shapes["vace_patch_embedding.weight"] = (config["dim"], 96, 1, 2, 2)
+        shapes |= {f"vace_blocks.{i}.x": (1,) for i, _ in enumerate(config["vace_layers"])}
+    file = Path("x.safetensors")
+    tensors = {name: TensorInfo(file, name, "BF16", shape, 0) for name, shape in shapes.items()}
+    return read_dit_config(file, tensors)
 
-    def read_config(count: int) -> Any:
-        names = [n for n in shapes if not n.startswith("blocks.") or int(n.split(".")[1]) < count]
-        file = Path("x.safetensors")
-        return read_dit_config(file, {n: TensorInfo(file, n, "BF16", shapes[n], 0) for n in names})
 
-    assert read_config(30)["num_layers"] == 30
+def test_a_published_networks_first_blocks_are_no_network() -> None:
+    """As in a shard under another name."""
+    assert read_published_config("t2v-1.3B", 30)["num_layers"] == 30
     with pytest.raises(InputError, match="has 20 blocks"):
-        read_config(20)
+        read_published_config("t2v-1.3B", 20)
+
+
+@pytest.mark.parametrize("task", ["vace-1.3B", "vace-14B"])
+def test_control_layers_are_the_published_ones_without_a_config(task: str) -> None:
+    reference: Any = make_reference_checkpoint(PRESETS[task]).config
+    config = read_published_config(task, reference["num_layers"])
+    assert config["vace_layers"] == reference["vace_layers"]
 
 
 # Names of chosen experts.
