@@ -26,6 +26,7 @@ from wan.checkpoint.load import ModelSpec, open_sources, read_headers
 from wan.checkpoint.tensor_source import (
     TensorSource,
     TensorSources,
+    concat_sources,
     materialize_tensors,
     owns_memory,
 )
@@ -140,21 +141,6 @@ def mapping_of(tensor: Tensor) -> str:
     raise AssertionError("is in no mapping")
 
 
-def test_mapped_tensors_allocate_no_memory(tmp_path: Path) -> None:
-    file = align_tensors(
-        write_state({"weight": torch.ones(4 << 20, 2)}, tmp_path / "x.safetensors")
-    )
-    memory_before = read_anonymous_memory()
-    network = load_network(file, lambda: nn.Linear(2, 4 << 20, bias=False))
-    assert network.weight.sum() == 8 << 20
-    assert read_anonymous_memory() - memory_before < 8 << 20, "of 32 MiB"
-
-
-def read_anonymous_memory() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-
-
 @SUFFIXES
 def test_files_that_change_while_they_are_used(suffix: str, tmp_path: Path) -> None:
     """Reading a mapped page past the end of a file would kill the process (SIGBUS).
@@ -195,6 +181,19 @@ def test_a_file_that_was_truncated_before_it_is_copied(tmp_path: Path) -> None:
         make_spec(file, lambda: nn.Linear(4096, 3)).load(
             device=CPU, dtype_of=lambda *_: torch.bfloat16, transform=adapt
         )
+
+
+def test_a_joined_file_that_changes_before_it_is_read(tmp_path: Path) -> None:
+    """Keys and values of Animate's face attention may be in two files."""
+    files = [
+        write_state({"x": torch.ones(2, 3)}, tmp_path / f"{name}.safetensors") for name in "kv"
+    ]
+    sources = [open_sources(read_headers(file, str))["x"] for file in files]
+    joined = concat_sources(sources, (4, 3))
+    assert joined.read(slice(1, 3)).shape == (2, 3)
+    os.utime(files[1], ns=(0, 0))
+    assert joined.read(slice(0, 2)).shape == (2, 3)
+    assert "v.safetensors was changed" in get_change_error(joined.read, slice(1, 3))
 
 
 def change_file(file: Path, method: str) -> None:
@@ -254,7 +253,7 @@ def test_products_have_the_same_bits_wherever_weights_begin(
     torch.manual_seed(0)
     weight = torch.randn(96, 80).to(dtype)
     inputs = [torch.randn(rows, 80).to(dtype) for rows in (1, 7, 64)]
-    for offset in (0, 1, 2, 4, 16, 32, 62, 63):
+    for offset in (0, 1, 2, 4, 32, 63):
         file = align_tensors(write_state({"weight": weight}, tmp_path / "x.safetensors"))
         shift_tensors(file, offset)
         network = load_network(file, lambda: nn.Linear(80, 96, bias=False))
@@ -388,16 +387,6 @@ def shift_tensors(file: Path, count: int) -> None:
     size = int.from_bytes(content[:8], "little")
     padded = content[8 : 8 + size] + b" " * count
     file.write_bytes(len(padded).to_bytes(8, "little") + padded + content[8 + size :])
-
-
-def test_tensors_that_are_not_aligned(tmp_path: Path) -> None:
-    """As after a header of odd length, where a tensor cannot be a view of the bytes."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
-        values = torch.arange(12.0).reshape(4, 3).to(dtype)
-        file = write_state({"x": values}, tmp_path / "x.safetensors")
-        shift_tensors(file, 1)
-        rows = open_sources(read_headers(file, str))["x"].read(slice(1, 3))
-        assert torch.equal(rows.float(), values[1:3].float()), dtype
 
 
 def test_slices_of_scaled_values_have_the_scales_of_their_rows(tmp_path: Path) -> None:

@@ -262,26 +262,24 @@ def test_shards_of_a_variant(
 
 
 def test_pytorch_files_of_a_library(tiny: Any, dense: Checkpoint, tmp_path: Path) -> None:
-    """`.bin` files of the text encoder, in shards, of the VAE and of the DiT."""
+    """`.bin` files of the text encoder, in shards, and of the DiT."""
     source = tiny("t2v-1.3B", "diffusers")
-    root = Path(shutil.copytree(source, tmp_path / "bin"))
-    for name, stem in (("text_encoder", "pytorch_model"), ("vae", DIT), ("transformer", DIT)):
+    root, messages = Path(shutil.copytree(source, tmp_path / "bin")), {}
+    for name, stem in (("text_encoder", "pytorch_model"), ("transformer", DIT)):
         tensors = load_tensors(source / name)
         for file in (root / name).glob("*.safetensors*"):
             file.unlink()
-        if name != "text_encoder":
-            torch.save(tensors, root / name / f"{stem}.bin")
-            continue
         for number in (1, 2):
-            part = {n: x for n, x in tensors.items() if ("block.1." in n) == (number == 2)}
+            part = {n: x for n, x in tensors.items() if ("block" in n) == (number == 2)}
             torch.save(part, root / name / f"{stem}-0000{number}-of-00002.bin")
     assert hold_same_networks(inspect_checkpoint(root), dense)
-    messages = {}
     (root / "text_encoder" / "pytorch_model-00001-of-00002.bin").unlink()
     messages["a shard"] = get_refusal(inspect_checkpoint, root)
     old = tmp_path / "old.bin"
     torch.save({"a": torch.ones(2)}, old, _use_new_zipfile_serialization=False)
     messages["an old format"] = get_refusal(inspect_checkpoint, source, NetworkFiles(vae=old))
+    for file in (root / "transformer").glob("*.bin"):
+        file.unlink()
     torch.save({"a": torch.ones(2)}, root / "transformer" / f"{DIT}.bin")
     messages["a DiT"] = get_refusal(inspect_checkpoint, root)
     check_refusals("checkpoints: PyTorch files", messages)
@@ -310,33 +308,11 @@ def test_patch_embeddings_of_fewer_axes(
     assert torch.equal(read_values({key: infos[key]})[key], weight.float())
 
 
-def nest_in_generator(tensors: Tensors, path: Path) -> None:
-    torch.save({"generator": add_prefix(tensors, "model._fsdp_wrapped_module."), "step": 1}, path)
-
-
-def save_two_sets(tensors: Tensors, path: Path) -> None:
-    torch.save({"generator": tensors, "generator_ema": tensors}, path)
-
-
-def save_beside_others(tensors: Tensors, path: Path) -> None:
+def test_pytorch_files_beside_safetensors(weights: Tensors, folder: Path) -> None:
     """The safetensors file counts, and a trainer's files are left alone."""
-    save_file(tensors, path.with_name("wan.safetensors"))
-    torch.save({name: torch.zeros_like(x) for name, x in tensors.items()}, path)
-    torch.save({"step": 1}, path.with_name("optimizer.bin"))
-
-
-@pytest.mark.parametrize(
-    ("save", "name"),
-    [
-        (torch.save, "model.pth"),
-        (torch.save, "any_name.bin"),
-        (nest_in_generator, "self_forcing_dmd.pt"),
-        (save_beside_others, "wan.ckpt"),
-    ],
-)
-def test_a_dit_in_a_pytorch_file(save: Any, name: str, weights: Tensors, folder: Path) -> None:
-    (folder / f"{DIT}.safetensors").unlink()
-    save(weights, folder / name)
+    (folder / f"{DIT}.safetensors").rename(folder / "wan.safetensors")
+    torch.save({name: torch.zeros_like(x) for name, x in weights.items()}, folder / "wan.ckpt")
+    torch.save({"step": 1}, folder / "optimizer.bin")
     assert are_equal(read_values(inspect_checkpoint(folder).experts["dit"].tensors), weights)
 
 
@@ -371,7 +347,7 @@ def test_pytorch_files_that_are_refused(folder: Path) -> None:
     tensors, messages = load_file(folder / f"{DIT}.safetensors"), {}
     (folder / f"{DIT}.safetensors").unlink()
     path = folder / "dit.pt"
-    save_two_sets(tensors, path)
+    torch.save({"generator": tensors, "generator_ema": tensors}, path)
     messages["two sets"] = get_refusal(inspect_checkpoint, folder)
     path.write_bytes(path.read_bytes()[:-300])
     messages["truncated"] = get_refusal(inspect_checkpoint, folder)

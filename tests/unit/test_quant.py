@@ -151,16 +151,6 @@ def test_a_payload_is_cut_and_dequantised_with_any_strides() -> None:
             quantised.slice_rows(200, 700)
 
 
-def test_a_payload_without_scales() -> None:
-    """The same operations; nothing is converted."""
-    x = AttentionInput(torch.randn(2, 9, 3, 4).bfloat16())
-    (values,) = x.tensors
-    assert values is x.values and x.dequantize(torch.float32) is values
-    part = x.slice_rows(3, 7)
-    assert torch.equal(part.values, values[:, 3:7]) and part.scale is None
-    assert torch.equal(x.map(torch.neg).values, -values)
-
-
 def test_sylvester() -> None:
     for size in (1, 2, 64, 128):
         signs = [[(-1) ** bin(i & j).count("1") for j in range(size)] for i in range(size)]
@@ -185,16 +175,6 @@ def test_a_rotation_needs_a_power_of_two() -> None:
     ):
         with pytest.raises(ValueError, match=rf"power of two as head size, not {size}$"):
             make(size)
-
-
-def test_a_rotation_has_the_dtype_of_what_it_rotates() -> None:
-    """Also where the same rotations have met another dtype before."""
-    rotations = Rotations(64)
-    for dtype in DTYPES:
-        pair = rotations.get_pair(torch.zeros(1, 1, 1, 64, dtype=dtype), None)
-        for matrix in pair:
-            assert matrix.dtype == dtype
-            assert torch.equal(matrix, make_hadamard_rotation(64, dtype))
 
 
 CUTS = st.tuples(st.integers(0, TILES - 1), st.integers(1, TILES)).map(

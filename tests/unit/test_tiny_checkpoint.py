@@ -171,10 +171,8 @@ def test_networks_have_outputs_of_the_size_of_noise(make: Make):
     assert (video.abs() >= 1).float().mean() < 0.15
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_tokenizer(make: Make, layout: str):
-    path = "google/umt5-xxl" if layout == "official" else "tokenizer"
-    folder = make("t2v-1.3B", layout) / path
+def test_tokenizer(make: Make):
+    folder = make("t2v-1.3B", "official") / "google" / "umt5-xxl"
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
     prompt = "Two cats (1 red) walk, 一只猫"
@@ -186,7 +184,7 @@ def test_tokenizer(make: Make, layout: str):
     assert tokenizer("\N{SNOWMAN}").input_ids[-2:] == [2, 1]
     long = tokenizer("cat " * 600, padding="max_length", truncation=True, max_length=512).input_ids
     assert len(long) == 512 and long[-1] == 1
-    tensors = official_tensors(make("t2v-1.3B", layout), "t2v-1.3B", layout)
+    tensors = official_tensors(make("t2v-1.3B", "official"), "t2v-1.3B", "official")
     assert len(tensors["t5/token_embedding.weight"]) == len(tokenizer)
 
 
