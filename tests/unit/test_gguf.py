@@ -32,27 +32,13 @@ from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint.dequantise import TO_FLOAT, dequantize_gguf
 from wan.checkpoint.gguf import read_gguf_metadata
 from wan.checkpoint.headers import read_file_headers
-from wan.checkpoint.keymaps import rename_t5_to_transformers
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
 from wan.checkpoint.tensor_info import GGUF
 from wan.kernels.weight_only_linear import WeightOnlyLinear
-from wan.modules import t5
 from wan.planner.measure import Planner
 from wan.settings.errors import InputError
 from wan.testing.random_checkpoint import make_checkpoint
-
-LLAMA = (  # official name, llama.cpp's
-    ("token_embedding", "token_embd"),
-    ("blocks.", "enc.blk."),
-    ("attn.", "attn_"),
-    ("norm1", "attn_norm"),
-    ("norm2", "ffn_norm"),
-    ("ffn.gate.0", "ffn_gate"),
-    ("ffn.fc1", "ffn_up"),
-    ("ffn.fc2", "ffn_down"),
-    ("pos_embedding.embedding", "attn_rel_b"),
-)
 
 
 def make_random_rows(kind: str, count: int) -> Tensor:
@@ -252,31 +238,6 @@ def test_a_weight_only_layer_equals_the_upcast_layer() -> None:
             if len(stored) < 8 or not torch.equal(output, expected):
                 wrong.append((kind, dtype))
     assert not wrong
-
-
-def test_the_text_encoder_under_llama_cpps_names(tiny: Any, tmp_path: Path) -> None:
-    state = torch.load(tiny("t2v-1.3B") / "models_t5_umt5-xxl-enc-bf16.pth")
-    llama_state = {}
-    for name, tensor in state.items():
-        other = "enc.output_norm.weight" if name == "norm.weight" else name
-        for official, llama in LLAMA:
-            other = other.replace(official, llama)
-        llama_state[other] = tensor
-    kinds = {
-        name: "Q8_0" for name, x in llama_state.items() if x.dim() == 2 and "rel_b" not in name
-    }
-    path = tmp_path / "umt5.gguf"
-    values = gguf_files.write_gguf(path, llama_state, kinds)
-    network = t5.read_text_encoder_spec(path).load(
-        device=torch.device("cpu"), dtype_of=t5.choose_text_encoder_dtypes(torch.float32)
-    )
-    expected = {
-        rename_t5_to_transformers(name): x for name, x in zip(state, values.values(), strict=True)
-    }
-    parameters = dict(network.named_parameters())
-    assert parameters.keys() == expected.keys()
-    for name, x in expected.items():
-        assert torch.equal(parameters[name].float(), x), name
 
 
 @pytest.fixture(scope="module")

@@ -510,11 +510,10 @@ def test_control_layers_are_the_published_ones_without_a_config(task: str) -> No
 
 
 def test_flat_patches_that_fit_no_convolution_keep_their_shape() -> None:
-    for weight, bias in (((384,), (0,)), ((100,), (96,)), ((96, 64), ())):
+    for weight, bias in (((384,), (0,)), ((100,), (96,))):
         shapes = {"patch_embedding.weight": weight, "patch_embedding.bias": bias}
         tensors = {name: TensorInfo(Path("x"), name, "BF16", x, 0) for name, x in shapes.items()}
-        restored = restore_patch_axes(tensors)["patch_embedding.weight"].shape
-        assert restored == ((1, 96 * 16, 1, 2, 2) if not bias else weight)
+        assert restore_patch_axes(tensors) == tensors
 
 
 # Names of chosen experts.

@@ -15,7 +15,7 @@ from tests.lora_files import LINEARS, Q, make_pair, merge_file, rename_to_diffus
 from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint import lora
 from wan.checkpoint.layout import Checkpoint
-from wan.checkpoint.lora_names import OTHER_NETWORKS, REFUSED_KINDS, find_name_refusal
+from wan.checkpoint.lora_names import find_name_refusal
 from wan.checkpoint.prefixes import find_shared_prefix, strip_prefixes
 
 DOTTED = ("_orig_mod.", "module.", "model.", "pipe.dit.", "dit.", "diffusion_model.")
@@ -138,42 +138,14 @@ def test_whole_parameters_of_peft(
             torch.testing.assert_close(actual[name].double(), exact, atol=1e-7, rtol=1e-6)
 
 
-REFUSED = {
+REFUSED = {  # some of those that the libraries write; `benchmarks/adapter_kinds.py` has all
     "OFT": "oft_R.weight",
-    "BOFT": "boft_R",
-    "PEFT's GLoRA": "glora_A.Xd",
     "IA3": "ia3_l",
     "VeRA": "vera_lambda_b",
-    "PVeRA": "pvera_lambda_b",
-    "VB-LoRA": "vblora_logits_A",
-    "RandLoRA": "randlora_lambda.default",
-    "GraLoRA": "gralora_A",
-    "DeLoRA": "delora_A",
-    "TinyLoRA": "tinylora_v",
-    "UniLoRA": "unilora_theta_d",
     "AdaLoRA": "lora_E",
     "T-LoRA": "q_layer.weight",
-    "KaSA": "lora_diag.default",
-    "FourierFT": "fourierft_spectrum",
-    "WaveFT": "waveft_spectrum",
-    "HRA": "hra_u",
-    "HiRA": "hira_A",
     "RoAd": "road_theta",
-    "SHiRA": "shira_weight",
-    "C3A": "c3a_kernel",
     "MiSS, Bone": "bone_block",
-    "OSF": "osf_svd_params.U",
-    "PSOFT": "psoft_R.weight",
-    "LN tuning": "ln_tuning_layers.default.weight",
-    "BEFT": "beft_bias",
-    "DEFT": "deft_P",
-    "FRoD": "frod_V.attn1_to_q",
-    "Lily": "lily_A.weight",
-    "PEANuT": "peanut_A.weight",
-    "Poly": "poly_lora_A",
-    "AdaMSS": "adamss_A.0",
-    "Shadow": "shadow_model.weight",
-    "super tuning": "supertuning_values",
     "X-LoRA": "internal_xlora_classifier.layers.0.weight",
     "a LoRA of an embedding": "lora_embedding_A",
     "LoKr with two cores": "lokr_t1",
@@ -186,7 +158,6 @@ REFUSED = {
 
 def test_kinds_that_are_refused_by_name(dense: Checkpoint, tmp_path: Path) -> None:
     """Whatever their prefix; also files that need other layers."""
-    assert REFUSED.keys() == REFUSED_KINDS.keys() | OTHER_NETWORKS.keys()
     path, sentences = tmp_path / "x.safetensors", {}
     for kind, end in REFUSED.items():
         dotted, flat = f"any.{Q}.{end}", f"lora_unet__{Q.replace('.', '_')}.{end}"

@@ -133,40 +133,25 @@ def test_a_network_that_is_kept_may_be_changed(tiny: Any) -> None:
             parameter.zero_()
 
 
-@pytest.mark.parametrize("change", ["truncated", slow("replaced")])
 def test_a_file_that_changes_between_steps(
-    change: str, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A truncated file ends the run with one message; a replaced file does not change it."""
+    """The run ends with one message."""
     folder, video = tmp_path / "folder", tmp_path / "video.mp4"
     shutil.copytree(tiny("t2v-1.3B"), folder)
     argv = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), *BF16, "--size", "64*64"]
     argv += ["--frame_num", "5", "--device", "cpu", "--base_seed", "7", "--save_file", str(video)]
-    argv += ["--save_latents"]
-    content, calls, forward = (folder / DIT).read_bytes(), [], WanModel.forward
+    calls, forward = list[Any](), WanModel.forward
 
     def forward_and_change(self: WanModel, *args: Any, **kwargs: Any) -> Any:
-        out = forward(self, *args, **kwargs)
-        calls.append(out)
+        calls.append(forward(self, *args, **kwargs))
         if len(calls) == 2:  # of the first step
-            if change == "truncated":
-                os.truncate(folder / DIT, 4096)
-            else:
-                (tmp_path / "other").write_bytes(bytes(len(content)))
-                (tmp_path / "other").replace(folder / DIT)
-        return out
+            os.truncate(folder / DIT, 4096)
+        return calls[-1]
 
-    if change == "replaced":
-        assert generate.main(argv) == 0
-        expected = load_file(video.with_suffix(".latents.safetensors"))["latents"]
     monkeypatch.setattr(WanModel, "forward", forward_and_change)
-    code = generate.main(argv)
-    if change == "replaced":
-        result = load_file(video.with_suffix(".latents.safetensors"))["latents"]
-        assert code == 0 and torch.equal(result, expected) and len(calls) == 4
-        return
+    assert generate.main(argv) == 1 and len(calls) == 2
     message = capfd.readouterr().err.strip().splitlines()[-1]
-    assert code == 1 and len(calls) == 2
     assert DIT in message and "was changed while its weights were used" in message
     assert "Traceback" not in message and not video.exists()
 

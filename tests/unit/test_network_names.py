@@ -23,14 +23,12 @@ from tests.checkpoint_files import (
 )
 from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint.keymaps import (
-    rename_clip_to_transformers,
     rename_dit_to_diffusers,
     rename_t5_to_transformers,
-    rename_vae_to_diffusers,
 )
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
 from wan.checkpoint.load import ModelSpec
-from wan.modules import clip, t5
+from wan.modules import t5
 from wan.modules.vae import video_vae
 from wan.settings.command import NetworkFiles
 from wan.settings.presets import PRESETS
@@ -74,26 +72,6 @@ def test_a_dit_under_a_prefix(weights: Tensors, dense: Checkpoint, folder: Path)
     }
     save_file(wrapped, file)
     assert are_equal(read_values(inspect_checkpoint(folder).experts["dit"].tensors), weights)
-
-
-@pytest.mark.parametrize("network", ["text_encoder", "vae", "image_encoder"])
-def test_other_networks_under_a_prefix(network: str, tiny: Any, tmp_path: Path) -> None:
-    """Under their official and the libraries' names."""
-    file, read_spec, rename = {
-        "text_encoder": (TEXT, t5.read_text_encoder_spec, rename_t5_to_transformers),
-        "vae": (VAE, video_vae.read_vae_spec, rename_vae_to_diffusers),
-        "image_encoder": (CLIP, clip.make_clip_spec, rename_clip_to_transformers),
-    }[network]
-    source: Path = tiny("i2v-14B" if network == "image_encoder" else "t2v-1.3B") / file
-    official, path = load_tensors(source), tmp_path / f"{network}.safetensors"
-    expected = read_spec_values(read_spec(source))
-    for prefix, rule in (
-        ("", rename),
-        ("vae.", str),
-        ("text_encoders.umt5xxl.transformer.", rename),
-    ):
-        save_file(add_prefix({rule(name): x for name, x in official.items()}, prefix), path)
-        assert are_equal(read_spec_values(read_spec(path)), expected), prefix
 
 
 @pytest.mark.parametrize("table", [TABLE, f"encoder.embed_tokens.{'weight'}", "decoder."])

@@ -21,13 +21,14 @@ from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_marks import quantise_state
 from wan.app import flag_parser, resolve
 from wan.app.run import Run
-from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
 from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora_folder import (
     VideoLora,
     compute_lora_digest,
     find_lora_files,
     make_video_lora_record,
+    resolve_video_loras,
 )
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.weight_only_linear import WeightOnlyLinear
@@ -243,6 +244,27 @@ def test_the_cache_keeps_the_last_ones_within_its_bytes(
     loader.max_bytes = 0
     loader.read_all(resolve_with_loras(run, "b").inputs.loras)
     assert loader.cached_bytes == 0
+
+
+def test_the_experts_of_a_file_are_those_of_its_name(
+    pair_of_experts: Checkpoint, tmp_path: Path
+) -> None:
+    """A request may repeat what the name says, and not contradict it."""
+    values = open_sources(pair_of_experts.experts["low_noise"].tensors)
+    layer = {f"{Q}.weight": values[f"{Q}.weight"].read(slice(None))}
+    for name in ("any", "x_high"):
+        save_pairs(tmp_path / f"{name}.safetensors", layer, [Q])
+
+    def list_experts(name: str, expert: str | None) -> list[str]:
+        choice = {"name": name, "scale": 1.0, "expert": expert}
+        return [*resolve_video_loras([choice], tmp_path, pair_of_experts)]
+
+    both = ["high_noise", "low_noise"]
+    assert list_experts("any", None) == list_experts("any", "both") == both
+    assert list_experts("any", "low_noise") == ["low_noise"]
+    assert list_experts("x_high", None) == list_experts("x_high", "high_noise") == ["high_noise"]
+    for expert in ("both", "low_noise"):
+        assert "leave expert out" in get_refusal(list_experts, "x_high", expert)
 
 
 def test_a_digest_is_that_of_the_files_present_content(tmp_path: Path) -> None:
