@@ -18,7 +18,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from tests.conftest import Refusals, Tiny
+from tests.cli.test_attention_flags import INVALID_FLAGS, INVALID_PLANS
+from tests.conftest import Refusals, Tiny, slow
 
 REPO = Path(__file__).parents[2]
 SIMPLE = {
@@ -130,6 +131,7 @@ SIMPLE = {
     "output not mp4": ["--save_file", "video.avi"],
     "output below a file": ["--save_file", str(REPO / "README.md/x.mp4")],
     "output name too long": ["--save_file", "x" * 250 + ".mp4"],
+    "output name of long letters": ["--save_file", "猫" * 70 + ".mp4"],
     "record missing": ["--from_json", "no.json"],
     "scale pair for one network": ["--task", "ti2v-5B", "--sample_guide_scale", "3,4"],
     "folder name too long": ["--ckpt_dir", "x" * 300],
@@ -153,15 +155,17 @@ def test_arguments(refusals: Refusals) -> None:
 
 
 def test_refusals_need_no_torch(tmp_path: Path) -> None:
-    """Refuses the whole table in one fresh interpreter without importing torch."""
+    """Refuses the tables, also of attention, in a fresh interpreter without importing torch."""
     script = (
         "import json, sys\n"
         "from wan.cli.main import main\n"
         "for argv in json.loads(sys.argv[1]):\n"
         "    assert main(argv) == 2, argv\n"
-        "assert not {'torch', 'diffusers', 'transformers'} & set(sys.modules)\n"
+        "names = 'torch diffusers transformers torch_npu mindiesd'.split()\n"
+        "assert not {*names} & set(sys.modules)\n"
     )
-    argvs = [*SIMPLE.values()]
+    argvs = [*SIMPLE.values(), *INVALID_FLAGS.values()]
+    argvs += [["--plan", *argv] for argv in INVALID_PLANS.values()]
     result = subprocess.run(
         [sys.executable, "-c", script, json.dumps(argvs)],
         capture_output=True,
@@ -171,7 +175,7 @@ def test_refusals_need_no_torch(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path)},
     )
     assert result.returncode == 0, result.stderr
-    assert len(result.stderr.splitlines()) == len(SIMPLE)
+    assert len(result.stderr.splitlines()) == len(argvs)
 
 
 def test_environment_without_torchrun(monkeypatch: pytest.MonkeyPatch, refusals: Refusals) -> None:
@@ -484,7 +488,7 @@ def test_an_interrupted_import(module: str) -> None:
     )
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [slow("1"), "2"])
 def test_a_torch_that_does_not_load(processes: str, tiny: Tiny, tmp_path: Path) -> None:
     """`import torch` itself fails, as with torch-npu installed but not CANN."""
     (tmp_path / "torch").mkdir()

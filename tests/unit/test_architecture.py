@@ -328,7 +328,7 @@ def test_names_say_what_they_name(path: Path) -> None:
 
 
 def test_import_wan_is_light() -> None:
-    script = "import wan, sys; print('torch' in sys.modules); wan.WanT2V; import wan.configs"
+    script = "import wan, sys; print('torch' in sys.modules)"
     process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=60
     )

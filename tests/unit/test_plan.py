@@ -214,7 +214,7 @@ def test_block_sparse_attention_is_planned(device: str) -> None:
 
 def test_vendors_kernels_hold_what_they_should() -> None:
     """Without the vendors' packages."""
-    argv = ("--task", "ti2v-5B", "--size", "1280*704", "--frame_num", "81", *EIGHT)
+    argv = ("--task", "t2v-A14B", *HD, *EIGHT, "--chunks", "2")
 
     def measure_dit(chip: str, *flags: str) -> NetworkSize:
         plan = planner(*argv, "--chip", chip, *flags)
