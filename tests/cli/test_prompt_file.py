@@ -22,6 +22,7 @@ from tests.refusals import check_refusals
 from wan.app import resolve
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
+from wan.device import Device
 from wan.media import video_writer
 from wan.modules.model import WanModel
 from wan.settings.errors import InputError
@@ -279,9 +280,14 @@ def test_lines_read_the_checkpoint_once(
     assert len(file_run.lines) == 20 and inspected == [tiny("t2v-A14B")]
 
 
-def test_one_line_makes_a_video_of_each_seed(tiny: Tiny, tmp_path: Path) -> None:
-    """Refused lines are in the summary."""
-    out = tmp_path / "out"
+def test_one_line_makes_a_video_of_each_seed(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused lines are in the summary; the memory that a record reports is of its own video."""
+    out, resets = tmp_path / "out", list[int]()
+    monkeypatch.setattr(
+        Device, "reset_peak_memory", lambda _: resets.append(len([*out.glob("*.mp4")]))
+    )
     lines = ["# my prompts", '{"prompt": "a", "seeds": [3, 4]}', '{"prompt": "b", "seeds": [1, 1]}']
     path = write_prompts(
         tmp_path, *lines, '{"prompt": "c", "seeds": [5], "save_file": "c.mp4"}', "#"
@@ -292,6 +298,6 @@ def test_one_line_makes_a_video_of_each_seed(tiny: Tiny, tmp_path: Path) -> None
     summary = json.loads((out / "prompts.summary.json").read_text())
     assert summary["made"] == {line: str(out / name) for line, name in names.items()}
     assert "must be a list of different" in summary["refused"]["3"] and not summary["failed"]
-    assert summary["go on with"] is None
+    assert summary["go on with"] is None and {*resets} == {0, 1, 2}
     for name, seed in zip(names.values(), (3, 4, 5), strict=True):
         assert json.loads((out / name).with_suffix(".json").read_text())["seed"] == seed
