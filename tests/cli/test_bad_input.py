@@ -181,10 +181,9 @@ def test_refusals_need_no_torch(tmp_path: Path) -> None:
 def test_environment_without_torchrun(monkeypatch: pytest.MonkeyPatch, refusals: Refusals) -> None:
     monkeypatch.setenv("OVERLAP", "yes")
     refusals("environment: a word for a switch", {"OVERLAP=yes": []})
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    refusals("environment: half a launcher", {"no RANK": []})
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    refusals("environment: a word for a number", {"WORLD_SIZE=two": []})
+    for case, world_size in (("half a launcher", "2"), ("a word for a number", "two")):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        refusals(f"environment: {case}", {f"WORLD_SIZE={world_size}": []})
 
 
 def image_file(kind: str, folder: Path) -> Path:
@@ -454,8 +453,11 @@ def test_decoding_refuses_what_it_would_ignore(
         "other frames": latents("length", 16, 2, 8, 8, size=[64, 64], frame_num=9),
     }
     refusals("decoding of latents", cases)
-    monkeypatch.setattr("wan.utils.system.read_available_memory", lambda: 1000)
-    refusals("decoding without memory", {"1000 bytes": [*argv, "--device", "cpu"]})
+    image = {"task": "i2v-A14B", "image": "x.png", "size": [64, 64], "frame_num": 5}
+    wide = latents("wide", 16, 2, 90, 160, **image, ckpt_dir=str(tiny("i2v-A14B")))
+    for free, small in ((1000, argv), (4 * 10**7, wide)):
+        monkeypatch.setattr("wan.utils.system.read_available_memory", lambda free=free: free)
+        refusals(f"decoding with {free} bytes", {small[-1]: [*small, "--device", "cpu"]})
 
 
 INTERRUPTED = """

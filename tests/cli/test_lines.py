@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.pipelines import resolve_argv
 from wan.app.run import Run
+from wan.media.video_writer import write_video
+from wan.settings.command import Output
 
 SIZE = ["--task", "t2v-A14B", "--size", "32*32", "--frame_num", "5"]
 
@@ -124,3 +127,17 @@ def test_two_lines_of_one_record(tmp_path: Path) -> None:
     first_lines = {"x.MP4": 1, "../out/x.mp4": 1, "b/y.mp4": 4}
     assert refused.keys() == first_lines.keys()
     assert all(f"video of line {first_lines[name]} already" in refused[name] for name in refused)
+
+
+def test_a_line_may_continue_the_video_of_an_earlier_line(tmp_path: Path) -> None:
+    """With --skip_existing, which keeps a finished video; else that would replace the input."""
+    (tmp_path / "out").mkdir()
+    source = tmp_path / "out" / "a.mp4"
+    write_video(torch.zeros(3, 5, 32, 32), Output(source, fps=16), json.dumps({"wan": "1"}))
+    lines = [{"prompt": "a", "save_file": "a.mp4"}, {"prompt": "b", "src_video": str(source)}]
+    refused, kept = (
+        resolve_lines(tmp_path, [*lines], *more) for more in ((), ("--skip_existing",))
+    )
+    (error,) = (line.error for line in refused.lines if line.error)
+    assert f"would replace {source} (src_video of line 2)" in error
+    assert refused.lines[0].error and not any(line.error for line in kept.lines)
