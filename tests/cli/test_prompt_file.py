@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -244,25 +243,22 @@ def test_a_killed_run_is_continued_and_memory_stays(tiny: Tiny, tmp_path: Path) 
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     while len(list(out.glob("*.json"))) < 4:
         time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
-    mtimes = {path: path.stat().st_mtime_ns for path in out.glob("*.mp4") if path.name[0] != "."}
+    mtimes = {path: path.stat().st_mtime_ns for path in out.glob("[0-9]*.mp4")}
     assert 4 <= len(mtimes) < 10
-    result = subprocess.run(
-        [*command, "--skip_existing"], env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 1 and f"{10 - len(mtimes)} videos made" in result.stdout, (
-        result.stdout
-    )
+    command.append("--skip_existing")
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 1 and f"{10 - len(mtimes)} videos made" in result.stdout
     assert all(path.stat().st_mtime_ns == at for path, at in mtimes.items())
-    records = sorted(out.glob("[0-9]*.json"))
-    assert len(records) == len(list(out.glob("[0-9]*.mp4"))) == 10
+    videos = sorted(out.glob("[0-9]*.mp4"))
+    records = [json.loads(path.with_suffix(".json").read_text()) for path in videos]
     peaks = [
-        json.loads(path.read_text())["peak_memory_bytes"]["host"]
-        for path in records
-        if path.with_suffix(".mp4") not in mtimes
+        record["peak_memory_bytes"]["host"]
+        for path, record in zip(videos, records, strict=True)
+        if path not in mtimes
     ]
-    assert max(peaks) < 1.05 * peaks[0]
+    assert len(videos) == 10 and max(peaks) < 1.05 * peaks[0]
 
 
 def test_lines_read_the_checkpoint_once(

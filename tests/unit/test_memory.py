@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.pipelines import resolve_plan
 from tests.refusals import get_refusal
@@ -268,6 +270,28 @@ def test_overlapped_decoding_adds_to_denoising() -> None:
             decoding = memory_estimate.Usage(activations=decoding["activations"])
         assert overlapped["decoding"] == sequential["decoding"]
         assert overlapped["denoising"] == sequential["denoising"] + decoding, offload
+
+
+def test_loras_of_a_video_stay_in_the_memory_of_a_cpu(tiny, tmp_path: Path) -> None:
+    """They are cached for the next video; an accelerator has them while it denoises.
+
+    Resident blocks leave room for the largest LoRA of the folder, which a later video may have.
+    """
+    for rank in (2, 20):
+        pair = {"lora_up": torch.ones(96, rank), "lora_down": torch.ones(rank, 96)}
+        tensors = {f"blocks.0.self_attn.q.{name}.weight": x for name, x in pair.items()}
+        save_file(tensors, tmp_path / f"x{rank}.safetensors")
+    flags = ("--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), "--size", "64*64")
+    chosen, num_elements = ("--lora_folder", tmp_path, "--video_lora", "x2"), 2 * 2 * 96
+    for device, in_decoding in (("cpu", 2 * num_elements), ("cuda", 0)):  # in bfloat16
+        stages = estimate_stages(*flags, *chosen, "--device", device)
+        loras = [stages[name]["LoRAs"] for name in ("denoising", "decoding")]
+        assert loras == [2 * num_elements, in_decoding]
+    without, with_loras = (
+        memory_estimate.estimate_denoising_bytes_without_blocks(run.setup, run.params)
+        for run in (resolve_plan(*flags, *more) for more in ((), chosen))
+    )
+    assert 10 * 4 * num_elements <= with_loras - without < 20 * 4 * num_elements
 
 
 def test_a_preview_is_no_reason_to_refuse_a_run() -> None:

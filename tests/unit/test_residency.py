@@ -41,7 +41,6 @@ from wan.pipeline import memory_estimate as memory
 from wan.pipeline import offload as residency
 from wan.pipeline.offload import stream_blocks
 from wan.planner.measure import Planner
-from wan.planner.report import check_plan_memory
 from wan.settings.errors import FileChangedError
 from wan.testing.random_checkpoint import make_checkpoint
 from wan.utils import system
@@ -98,18 +97,13 @@ THREE_STEPS = ("--sample_steps", "3", "--frame_num", "1")
 TWO_EXPERTS = ("--sample_steps", "2", "--boundary_step", "1", "--frame_num", "1")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "bf16": ("ti2v-5B", (*THREE_STEPS, "--precision", "bf16")),
-    "fp32": ("t2v-1.3B", (*THREE_STEPS, "--precision", "fp32")),
     "all in bf16": ("t2v-1.3B", (*THREE_STEPS, "--convert_model_dtype")),
     "two experts": ("t2v-A14B", (*TWO_EXPERTS, "--precision", "bf16")),
-    "one branch": ("t2v-A14B", (*TWO_EXPERTS, "--sample_guide_scale", "1")),
-    "no text cache": ("t2v-1.3B", (*THREE_STEPS, "--text_kv_cache", "false")),
     "step cache": ("t2v-1.3B", FIRST),
     "attention cache": ("t2v-1.3B", REUSED),
-    "recipe": ("t2v-A14B", ("--recipe", "lightning-4step")),
     "fp8 attention": ("t2v-1.3B", (*THREE_STEPS, "--fa_quant", "fp8")),
     "int8": ("t2v-1.3B", (*THREE_STEPS, "--quant_dit_path", "EXPORT")),
-    "LoRA": ("t2v-1.3B", (*THREE_STEPS, "--lora", "LORA=0.5")),
-    "LoRA in bf16": ("t2v-1.3B", (*THREE_STEPS, "--lora", "LORA=0.5", "--precision", "bf16")),
+    "LoRA": ("t2v-1.3B", (*THREE_STEPS, "--lora", "LORA=0.5", "--text_kv_cache", "false")),
     "FP8 weights": ("FP8", (*THREE_STEPS, "--precision", "bf16")),
     "FP8, upcast": ("FP8", (*THREE_STEPS, "--precision", "bf16", "--fp8_weights", "upcast")),
 }
@@ -204,9 +198,9 @@ class Sum(nn.Module):
     """Blocks as a step cache calls them: all, or the first ones."""
 
     def __init__(self) -> None:
-        """The last block, which has no bias, is smaller than the other blocks."""
+        """The first block, which has no bias, is smaller than the other blocks."""
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(3, 3, bias=n < LAYERS - 1) for n in range(LAYERS))
+        self.blocks = nn.ModuleList(nn.Linear(3, 3, bias=n > 0) for n in range(LAYERS))
         self.table = nn.Embedding(9, 3)
 
     def forward(self, x: Tensor, last: int = LAYERS) -> Tensor:
@@ -273,12 +267,12 @@ def test_blocks_are_read_when_they_are_called_and_not_otherwise() -> None:
 
 def test_a_block_is_read_again_where_memory_ran_out_in_the_middle() -> None:
     counted, x = CountedSources(), torch.randn(2, 3)
-    failing = replace(counted.sources["blocks.0.bias"], read=mock.Mock(side_effect=MemoryError))
-    sources = counted.sources | {"blocks.0.bias": failing}
+    failing = replace(counted.sources["blocks.1.bias"], read=mock.Mock(side_effect=MemoryError))
+    sources = counted.sources | {"blocks.1.bias": failing}
     network = counted.network(sources=sources)
     with pytest.raises(MemoryError):
         network(x)
-    failing.read.side_effect = counted.sources["blocks.0.bias"].read
+    failing.read.side_effect = counted.sources["blocks.1.bias"].read
     assert torch.equal(network(x), counted.plain(x))
 
 
@@ -528,11 +522,8 @@ def test_int8_weights_of_an_npu_stay_where_they_are(deep: Any, tmp_path: Path) -
     """mindiesd has changed the layout of these weights."""
     folder = deep("t2v-1.3B")
     flags = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--chip", "A2"]
-    flags += [
-        "--quant_dit_path",
-        str(quantize_checkpoint(folder, tmp_path / "export")),
-        "--offload_model",
-    ]
+    export = quantize_checkpoint(folder, tmp_path / "export")
+    flags += ["--quant_dit_path", str(export), "--offload_model"]
     resolve_plan(*flags, "true")
     messages = {way: get_refusal(resolve_plan, *flags, way) for way in ("cpu", "block")}
     check_refusals("residency: int8 weights of an NPU", messages)
@@ -551,35 +542,3 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         if gigabytes == 8:
             memory.check_memory(replace(run.setup, execution=block), run.params, 1)
     check_refusals("residency: too little memory", messages)
-
-
-@pytest.mark.slow
-def test_a_plan_recommends_it_where_nothing_else_fits() -> None:
-    flags = ("--task", "t2v-A14B", "--size", "832*480", "--device", "cuda")
-    run = resolve_plan(*flags)
-    for gigabytes in (20, 7):
-        refusal = get_refusal(check_plan_memory, Planner(run.setup, run.params), gigabytes * 10**9)
-        assert "it fits with offload_model=block on 1 rank" in refusal
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("way", "gigabytes"), [("block", 3), ("cpu", 6)])
-def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: int) -> None:
-    flags = ("--task", "t2v-A14B", "--size", "832*480", "--ulysses_size", "2")
-    run = resolve_plan(*flags, "--device", "cuda", "--offload_model", way)
-    refusal = get_refusal(check_plan_memory, Planner(run.setup, run.params), gigabytes * 10**9)
-    assert "fsdp" not in refusal
-    assert (way == "block") == ("fits with offload_model=block" not in refusal)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
-def test_the_bound_lies_below_the_plan(device_type: str) -> None:
-    flags = ("--task", "ti2v-5B", "--size", "640*352", "--device", device_type)
-    argv = ("--offload_model", "block", "--resident_blocks", "4", "--precision", "bf16")
-    run = resolve_plan(*flags, *argv)
-    stages = Planner(run.setup, run.params).compute_stage_memory()
-    sizes = memory.estimate_network_sizes(run.setup, run.params)
-    bounds = memory.compute_stage_memory(run.setup, run.params, sizes)
-    for name, usage in bounds.items():
-        assert 0.75 * stages[name].total() <= usage.total() <= stages[name].total(), name
