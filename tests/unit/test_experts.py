@@ -279,7 +279,7 @@ def test_prefetch_reads_files_ahead(tmp_path: Path) -> None:
     drop single requests under memory pressure, so not every page is required.
     """
     files = [tmp_path / name for name in ("a", "b")]
-    for file, size in zip(files, (48, 4), strict=True):
+    for file, size in zip(files, (16, 4), strict=True):
         file.write_bytes(os.urandom(1 << 20) * size)
     load: Any = lambda *_: torch.nn.Identity()  # noqa: E731
     experts = Experts(load, offload=True, files={"high_noise": [], "low_noise": files})
