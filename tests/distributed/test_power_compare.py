@@ -20,7 +20,6 @@ from tests.pipelines import resolve_argv
 from tests.refusals import check_refusals
 from wan.kernels.forward_context import StepInfo
 from wan.pipeline import memory_estimate
-from wan.power import compare
 from wan.power.__main__ import main
 from wan.power.rounds import IdleGapAttention, SwitchableAttention, make_variant_layer
 from wan.power.variants import Variant
@@ -199,12 +198,6 @@ def test_one_expert_at_a_time(cache: str, tiny: Any, tmp_path: Path) -> None:
     assert all(result["largest_difference"] in (0, None) for result in variants.values())
     assert not list(tmp_path.glob("*.mp4"))
     assert "from some steps of each expert" in (tmp_path / "report.md").read_text()
-
-
-def test_the_named_preset_is_that_of_mlperf() -> None:
-    options = compare.parse_flags(compare.PRESETS["mlperf"])
-    assert (options["size"], options["frame_num"], options["sample_steps"]) == ((1280, 720), 81, 20)
-    assert options["sample_guide_scale"] == (3.0, 4.0) and options["base_seed"] == 42
 
 
 @pytest.mark.slow
