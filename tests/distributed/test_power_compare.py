@@ -124,8 +124,6 @@ def check_comparison(out: Path, ranks: int, names: list[str]) -> None:
     ("ranks", "compare_flags", "flags"),
     [
         slow(2, ["--chunks", "3"], []),
-        slow(2, ["--modes", "1"], []),
-        slow(4, ["--modes", "2"], ["--ring_size", "2"]),
         slow(4, [], ["--cfg_size", "2", "--dit_fsdp"]),
         slow(2, [], ["--fa_quant", "fp8", "--quant_alltoall"]),
     ],
@@ -143,14 +141,8 @@ def test_a_whole_comparison(
     with Ranks(make_rank_envs(ranks), main, arguments) as processes:
         assert not any(processes.wait_for_exit(240)), processes.format_outputs()
     names = ["baseline", "InsertComm", "BlockAttn"]
-    if compare_flags[:1] == ["--modes"]:
-        names.remove("BlockAttn" if compare_flags[1] == "1" else "InsertComm")
     names += ["InsertComm, 3 chunks"] if compare_flags[:1] == ["--chunks"] else []
-    names += (
-        ["control: rests without exchanges"]
-        if "InsertComm" in names and "--quant_alltoall" not in flags
-        else []
-    )
+    names += [] if "--quant_alltoall" in flags else ["control: rests without exchanges"]
     check_comparison(out, ranks, names)
 
 
