@@ -214,6 +214,26 @@ def test_a_video_that_cannot_be_written_does_not_end_the_others(
     assert summary["go on with"].endswith("--skip_existing")
 
 
+def test_the_summary_of_an_interrupted_run(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    """The video at which it was interrupted is denoised, and can be decoded."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(video_writer.Mp4Encoder, "begin", interrupt)
+    argv = ["--prompt_file", write_prompts(tmp_path, "first", "second"), "--save_file", tmp_path]
+    argv += ["--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL]
+    assert generate.main([*map(str, argv)]) == 130
+    (latents,) = tmp_path.glob("001_first.*.latents.safetensors")
+    output = capfd.readouterr().out.replace("\n", "")
+    assert f"Line 1 is denoised: --decode_latents {latents}" in output
+    summary = json.loads((tmp_path / "prompts.summary.json").read_text())
+    assert summary["not reached"] == ["1", "2"] and not summary["failed"]
+    assert summary["go on with"].endswith("--skip_existing")
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
