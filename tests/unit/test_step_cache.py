@@ -251,6 +251,8 @@ def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
         resampled[12] == published.ratios["cond"][25]
         and resampled[-1] == published.ratios["cond"][-1]
     )
+    short = loaded.resample(replace(request, sample_steps=3))["cond"]
+    assert short[-1] == published.ratios["cond"][-1], "the only step of the low-noise expert"
     with pytest.raises(InputError, match="the boundary differs"):
         loaded.resample(replace(request, boundary=0.95))
     record = json.loads(path.read_text())
