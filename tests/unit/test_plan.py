@@ -179,15 +179,6 @@ def test_modes_and_rings_hold_what_they_should(hd: Planner) -> None:
 
 
 @pytest.mark.slow
-def test_a_ring_gathers_what_cannot_be_merged() -> None:
-    argv = ("--task", "t2v-A14B", *HD, "--ring_size", "2", "--ulysses_size", "4", "--comm_type", 1)
-    passed = describe_plan(planner(*argv, "--chip", "A5"), "")
-    gathered = describe_plan(planner(*argv, "--chip", "A5", "--fa_quant", "fp8"), "")
-    assert any("Ring (keys and values are passed on): 20 tensors" in line for line in passed)
-    assert any("Ring (keys and values are gathered): 20 tensors" in line for line in gathered)
-
-
-@pytest.mark.slow
 def test_sharded_weights() -> None:
     argv = ("--task", "t2v-A14B", *HD, *EIGHT, "--device", "cuda", "--convert_model_dtype")
     stages = planner(*argv, "--dit_fsdp", "--t5_fsdp").compute_stage_memory()
@@ -379,10 +370,21 @@ def test_ranks_of_a_ring_that_are_measured() -> None:
 
 
 @pytest.mark.slow
-def test_fp8_exchanges_carry_scales() -> None:
-    argv = ("--task", "t2v-A14B", *HD, *EIGHT, "--chip", "A5", "--fa_quant", "fp8")
-    text = "\n".join(describe_plan(planner(*argv, "--quant_alltoall"), ""))
-    assert "35 tensors of 19.40 MB or 9.70 MB or 2.37 kB or 1.18 kB per layer" in text
+def test_descriptions_of_exchanges() -> None:
+    """Those of FP8 carry scales, and its ring gathers what cannot be merged."""
+    argv = ("--task", "t2v-A14B", *HD, "--chip", "A5", "--comm_type", 1)
+    ring, fp8 = ("--ring_size", "2", "--ulysses_size", "4"), ("--fa_quant", "fp8")
+    for flags, begin in (
+        (ring, "Ring (keys and values are passed on): 20 tensors"),
+        ((*ring, *fp8), "Ring (keys and values are gathered): 20 tensors"),
+        (
+            ("--ulysses_size", "8", *fp8, "--quant_alltoall"),
+            "All-to-all (ranks exchange heads for tokens, and back): 35 tensors of 19.40 MB or "
+            "9.70 MB or 2.37 kB or 1.18 kB per layer",
+        ),
+    ):
+        lines = describe_plan(planner(*argv, *flags), "")
+        assert any(line.startswith(begin) for line in lines), flags
 
 
 def check_bounds(plan: Planner, least: float) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tests.pipelines import fail_on_demo, resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from tools import flags_table
+from tools.make_sound import write_wav
 from wan import cli
 from wan.app import flag_parser, prompt_extend
 from wan.app.resolve import make_video_file_name, resolve_command_line
@@ -393,6 +394,14 @@ def test_a_folder_of_loras_is_recorded_if_the_video_has_one(tiny, tmp_path: Path
     flags = ("--ckpt_dir", tiny("t2v-A14B"), "--lora_folder", tmp_path)
     assert "lora_folder" not in resolve_plan(*flags).settings
     assert resolve_plan(*flags, "--video_lora", "x").settings["lora_folder"] == str(tmp_path)
+
+
+def test_the_audio_limits_the_clips(tiny, image_path: Path, tmp_path: Path) -> None:
+    """Also those that a user asks for: one second has two clips of half a second."""
+    start = ("--task", "s2v-14B", "--ckpt_dir", tiny("s2v-14B"), "--image", image_path)
+    start += ("--audio", write_wav(tmp_path / "a.wav", 0.9), "--infer_frames", 8)
+    for flags, number in (((), 2), (("--num_clip", 1), 1), (("--num_clip", 50), 2)):
+        assert resolve_flags(*start, *flags).params.num_clip == number, flags
 
 
 def test_prompt_extension_of_a_record_is_turned_off(tmp_path: Path) -> None:
