@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -160,6 +160,7 @@ ANY = make_video_params(
 )
 
 
+@settings(max_examples=40)
 @given(st.text())
 def test_generated_names_are_safe(prompt: str) -> None:
     try:
