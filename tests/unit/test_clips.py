@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -264,6 +266,32 @@ def test_all_ranks_decode_again_what_the_main_rank_could_not(failed: bool) -> No
     decoded = [latents for latents, _ in pipeline.decoded]
     expected = [first.latents, last.latents] if failed else [last.latents]
     assert len(decoded) == len(expected) and all(map(torch.equal, decoded, expected))
+
+
+def test_a_failure_waits_for_the_clip_that_is_decoded_meanwhile() -> None:
+    """The next attempt may need the VAE."""
+    values = {**SAMPLING, "chain": "latent", "num_clip": 2, "frame_num": 5, "max_area": 64 * 48}
+    request = make_video_params(PRESETS["i2v-A14B"], values, (64, 48))
+    pipeline: Any = FakePipeline()
+    pipeline.is_main = pipeline.overlap_decoding = True
+    pipeline.device = SimpleNamespace(torch_device=pipeline.torch_device)
+    failed, decoded = Event(), Event()
+
+    def decode_alone(*_: object) -> None:
+        failed.wait(10)
+        time.sleep(0.02)
+        decoded.set()
+
+    def denoise(loop: Any) -> Tensor:
+        if pipeline.calls:
+            failed.set()
+            raise MemoryError
+        return loop.advance(pipeline)
+
+    pipeline.vae_runner, pipeline.denoise = SimpleNamespace(decode_alone=decode_alone), denoise
+    with pytest.raises(MemoryError):
+        list(generate_clips(pipeline, request, Inputs(image=picture(64, 48))))
+    assert decoded.is_set()
 
 
 def test_frames_past_the_end_of_a_video() -> None:

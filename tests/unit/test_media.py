@@ -270,6 +270,23 @@ def test_a_plain_sound_keeps_its_samples(tmp_path: Path) -> None:
         assert (audio.read_audio(path).samples == decoded).all(), suffix
 
 
+def test_a_constant_level_is_silent(tmp_path: Path) -> None:
+    ffmpeg(*lavfi("aevalsrc=0.1:d=1.3:s=16000"), tmp_path / "a.wav")
+    with pytest.raises(InputError, match="is silent"):
+        audio.read_audio(tmp_path / "a.wav")
+
+
+def test_a_sound_shorter_than_the_video(tmp_path: Path) -> None:
+    """It cuts the video, or silence follows it."""
+    silent, sound, out = (tmp_path / name for name in ("silent.mp4", "sound.wav", "out.mp4"))
+    ffmpeg(*lavfi("color=red:s=64x64:r=16:d=1"), "-pix_fmt", "yuv420p", silent)
+    make_sound.write_wav(sound, 0.5)
+    audio.add_audio(silent, sound, out)
+    assert video_reader.count_stored_frames(out) <= 9
+    audio.add_audio(silent, sound, out, pads_audio=True)
+    assert video_reader.count_stored_frames(out) == 16
+
+
 def test_channels_are_averaged(tmp_path: Path) -> None:
     """A voice may be on the left, on the right, or in the middle."""
     path, graph = tmp_path / "a.wav", "amerge,aformat=channel_layouts=stereo"
