@@ -10,6 +10,7 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from tests.conftest import slow
+from tests.pipelines import build_cpu_pipeline
 from wan.checkpoint.keymaps import rename_vae_to_diffusers
 from wan.modules.vae import network, tiles
 from wan.modules.vae.network import VERSIONS, Autoencoder
@@ -145,6 +146,16 @@ def test_tiles_are_those_of_diffusers(pair, version: str, size: tuple[int, int])
     expected = reference.decode(latent[None] / vae.scale + vae.mean).sample[0]
     assert distance(vae.decode_in_tiles(latent), expected) <= 5e-6  # kernels choose by shape
     assert distance(vae.decode(latent), expected) > 1e-3
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_a_rank_alone_decodes_in_tiles_where_a_run_asks_for_them(tiny, tiled: bool) -> None:
+    pipeline = build_cpu_pipeline("t2v-1.3B", tiny("t2v-1.3B"), vae_tiling=tiled)
+    latents, collector = torch.randn(16, 1, 2, 40), FrameCollector(torch.device("cpu"))
+    pipeline.vae_runner.decode_alone(latents, collector)
+    vae = pipeline.vae.get()
+    expected = vae.decode_in_tiles(latents) if tiled else vae.decode(latents)
+    assert torch.equal(collector.video, expected)
 
 
 @VERSION
