@@ -268,6 +268,18 @@ def test_all_ranks_decode_again_what_the_main_rank_could_not(failed: bool) -> No
     assert len(decoded) == len(expected) and all(map(torch.equal, decoded, expected))
 
 
+@pytest.mark.parametrize("chain", ["frame", "latent"])
+def test_a_long_video_may_go_on_after_its_last_clip(chain: str) -> None:
+    values = {**SAMPLING, "chain": chain, "frame_num": 5, "max_area": 64 * 48}
+    states = []
+    for num_clips in (1, 2):
+        params = make_video_params(PRESETS["i2v-A14B"], values | {"num_clip": num_clips}, (64, 48))
+        pipeline: Any = FakePipeline()
+        first, *_ = generate_clips(pipeline, params, Inputs(image=picture(64, 48)))
+        states.append(first.state)
+    assert torch.equal(*states)
+
+
 def test_a_failure_waits_for_the_clip_that_is_decoded_meanwhile() -> None:
     """The next attempt may need the VAE."""
     values = {**SAMPLING, "chain": "latent", "num_clip": 2, "frame_num": 5, "max_area": 64 * 48}
