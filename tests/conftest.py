@@ -22,6 +22,7 @@ hypothesis.settings.register_profile("no deadline", deadline=None)  # the machin
 hypothesis.settings.load_profile("no deadline")
 # In a background job of a shell, the tests and their child processes would ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.disable()  # until all modules are imported, which collections would scan many times
 Tiny = Callable[..., Path]
 
 
@@ -67,11 +68,11 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if not session.items:  # the process that hands tests to the workers
-        return
-    import tests.preload  # noqa: F401
+    if session.items:  # otherwise the process that hands tests to the workers
+        import tests.preload  # noqa: F401
 
-    _ignore_living_objects()
+        _ignore_living_objects()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

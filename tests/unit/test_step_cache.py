@@ -33,8 +33,6 @@ from wan.kernels.forward_context import StepInfo
 from wan.modules.blocks import WanAttentionBlock
 from wan.modules.model import WanModel
 from wan.pipeline.denoise import run_both_branches
-from wan.planner import report
-from wan.planner.measure import Planner
 from wan.settings import noise_schedule
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
@@ -211,14 +209,11 @@ def test_changes_of_the_time_embedding() -> None:
     )
 
 
-def test_the_attention_cache_follows_the_vendors_rule() -> None:
-    steps = list_steps(plan_run("--use_attentioncache --attentioncache_interval 4 --start_step 12"))
-    # the second expert begins with step 26
+def test_steps_that_published_rules_leave_out() -> None:
+    """The second expert begins with step 26; cfg leaves out late steps of one branch."""
+    attention = "--use_attentioncache --attentioncache_interval 4 --start_step 12"
     expected = [s for s in range(13, 38) if (s - 12) % 4 and s != 26]
-    assert list_skipped_steps(steps["cond"]) == expected
-
-
-def test_the_unconditional_branch_is_left_out_late() -> None:
+    assert list_skipped_steps(list_steps(plan_run(attention))["cond"]) == expected
     steps = list_steps(plan_run("--step_cache cfg"))
     assert all(steps["cond"])
     assert list_skipped_steps(steps["uncond"]) == [27, 28, 29, 30, 32, 33, 34, 35]
@@ -321,10 +316,9 @@ def test_a_skipped_step_adds_the_kept_residual() -> None:
     cache, blocks = make_cache("tea"), Blocks(0.5, 1.0)
     x = torch.randn(1, 6, 4)
     cache.start_run(make_step_lists(True, False, True, False))
-    torch.testing.assert_close(apply_cache(cache, blocks, x, step(0)), 3 * x)
-    torch.testing.assert_close(apply_cache(cache, blocks, x + 1, step(1)), x + 1 + 2 * x)
-    torch.testing.assert_close(apply_cache(cache, blocks, 2 * x, step(2)), 6 * x)
-    torch.testing.assert_close(apply_cache(cache, blocks, x, step(3)), x + 4 * x)
+    steps = ((x, 3 * x), (x + 1, x + 1 + 2 * x), (2 * x, 6 * x), (x, x + 4 * x))
+    for index, (value, expected) in enumerate(steps):
+        torch.testing.assert_close(apply_cache(cache, blocks, value, step(index)), expected)
     assert blocks.calls == [2, 2] and cache.computed_indices == {"cond": [0, 2]}
 
 
@@ -354,18 +348,15 @@ def test_another_expert_or_grid_reuses_nothing() -> None:
         assert blocks.calls == [3], "what the first expert kept is gone"
 
 
-def test_branches_samples_and_runs_have_their_own() -> None:
+def test_another_video_reuses_nothing() -> None:
     cache, blocks = make_cache("tea"), Blocks(1.0)
     x = torch.randn(1, 6, 4)
-    cache.start_run(make_step_lists(False, False))
-    for branch in ("cond", "uncond"):
-        apply_cache(cache, blocks, x, step(0, branch=branch))
-    assert blocks.calls == [2]
-    apply_cache(cache, blocks, x, step(1))
-    assert blocks.calls == [2] and cache.count_skipped_steps() == 1
-    cache.start_run(make_step_lists(False, False))
-    apply_cache(cache, blocks, x, step(1))
-    assert blocks.calls == [3] and cache.count_skipped_steps() == 0
+    for calls, skipped in ((1, 1), (2, 1)):
+        cache.start_run(make_step_lists(False, False))
+        assert cache.count_skipped_steps() == 0
+        for index in (0, 1):
+            apply_cache(cache, blocks, x, step(index))
+        assert blocks.calls == [calls] and cache.count_skipped_steps() == skipped
 
 
 TURNS = [(branch, sample) for branch in policy.BRANCHES for sample in (0, 1)]
@@ -559,11 +550,7 @@ def test_a_run_computes_what_its_policy_promises(
             if implementation.decides_per_step
             else row_steps == full_steps[branch]
         )
-    (line,) = (
-        line
-        for line in report.describe_plan(Planner(run.setup, run.params), "ti2v-5B")
-        if line.startswith("Step cache")
-    )
+    line = implementation.describe(run.params, sync_branches=False)
     for branch, row_steps in re.findall(r"(\w+) computes \d+ of 20 steps \(([\d,-]+)\)", line):
         assert listed_values("", row_steps) == (*full_steps[branch],)
     promised = re.search(r"at most ([\d.]+) times as fast", line)
@@ -573,7 +560,7 @@ def test_a_run_computes_what_its_policy_promises(
 
 
 def test_the_documents_name_each_policy() -> None:
-    """The documents name its effect, its parameters and its threshold."""
+    """They have its effect, its parameters and its threshold."""
     lines = (Path(__file__).parents[2] / "docs" / "step_caches.md").read_text().splitlines()
     for row in POLICIES.values():
         (line,) = (line for line in lines if line.startswith(f"| `{row.value}` | {row.help}"))
