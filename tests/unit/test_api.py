@@ -225,8 +225,7 @@ def test_refusals(t2v, tiny) -> None:
 
 def test_a_model_describes_itself(t2v: wan.WanT2V, tiny: Any) -> None:
     facts = ("WanT2V t2v-A14B", str(tiny("t2v-A14B")), "CPU", "kernel PyTorch SDPA", "world_size 1")
-    for fact in (*facts, "comm_type 0", "offload_model True"):
-        assert fact in repr(t2v)
+    assert all(fact in repr(t2v) for fact in (*facts, "comm_type 0", "offload_model True"))
 
 
 @pytest.mark.parametrize("name", [name for name in wan.__all__ if name.startswith("Wan")])

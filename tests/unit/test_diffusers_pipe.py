@@ -174,16 +174,6 @@ def test_deparallelize_restores_a_pipeline(video: Video, pipe: Any, expected: Te
     assert torch.equal(video.latents(pipe), expected)
 
 
-def test_deparallelize_refuses_below_an_offload(video: Video, pipe: Any, expected: Tensor) -> None:
-    """The offload's hooks are outside of ours, and must be removed first."""
-    cpu_offload_with_hook(parallelize_pipe(pipe).transformer, "cpu")
-    assert get_refusal(deparallelize, pipe)
-    remove_hook_from_module(pipe.transformer, recurse=True)
-    assert not torch.equal(video.latents(pipe), expected), "ours are still there"
-    deparallelize(pipe)
-    assert torch.equal(video.latents(pipe), expected)
-
-
 def remove_transformer(pipe: Any) -> Any:
     pipe.transformer = None
     return pipe

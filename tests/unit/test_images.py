@@ -222,6 +222,9 @@ def test_transparent_parts_become_white(caplog: pytest.LogCaptureFixture) -> Non
         ), mode
         assert caplog.messages == [f"The image {WARNING}."], mode
         caplog.clear()
+    opaque = Image.fromarray(np.dstack((RGB, np.full_like(ALPHA, 255))))
+    assert np.array_equal(pixels(images.convert_to_image(opaque)), RGB)
+    assert not caplog.messages
 
 
 def test_a_fully_transparent_file_is_white(
@@ -235,12 +238,6 @@ def test_a_fully_transparent_file_is_white(
         assert (pixels(images.read_image(path)) == 255).all(), name
         assert caplog.messages == [f"{path} {WARNING}."]
         caplog.clear()
-
-
-def test_an_unused_alpha_channel_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    opaque = Image.fromarray(np.dstack((RGB, np.full_like(ALPHA, 255))))
-    assert np.array_equal(pixels(images.convert_to_image(opaque)), RGB)
-    assert not caplog.messages
 
 
 def test_one_transparent_colour(tmp_path: Path) -> None:
@@ -413,14 +410,6 @@ def test_paths_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     check_refusals("images: paths", messages)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
-    path = save_image(tmp_path, rgb(), "x.png")
-    path.chmod(0)
-    with pytest.raises(InputError, match=r"cannot be read as an image \(Permission denied\)"):
-        images.read_image(path)
-
-
 # Damaged files
 
 
@@ -472,12 +461,14 @@ def mutate_content(content: bytes, random_: random.Random) -> bytes:
     return bytes(data[: random_.randrange(1, len(data))] if random_.random() < 0.1 else data)
 
 
-def read_mutants(count: int, seed: int, folder: Path) -> int:
-    """Count the refused ones of `count` mutants of each sample; only InputError may be raised."""
-    path, refused = folder / "mutant", 0
+def test_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only InputError may be raised."""
+    # A damaged header may claim 170 million pixels, which would take seconds to decode.
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000_000)
+    path, refused = tmp_path / "mutant", 0
     for name, content in samples().items():
-        random_ = random.Random(f"{seed} {name}")
-        for index in range(count):
+        random_ = random.Random(f"0 {name}")
+        for index in range(60):
             path.write_bytes(mutate_content(content, random_))
             try:
                 image = images.read_image(path)
@@ -485,25 +476,7 @@ def read_mutants(count: int, seed: int, folder: Path) -> int:
                 refused += 1
                 assert "\n" not in str(error) and len(str(error)) < 400
             except Exception as error:
-                raise AssertionError(f"mutant {index} of {name}, seed {seed}") from error
+                raise AssertionError(f"mutant {index} of {name}") from error
             else:
                 assert image.mode == "RGB" and all(image.size)
-    return refused
-
-
-@pytest.fixture
-def few_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A damaged header may claim 170 million pixels, which would take seconds to decode."""
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000_000)
-
-
-@pytest.mark.usefixtures("few_pixels")
-def test_damaged_files(tmp_path: Path) -> None:
-    assert 300 < read_mutants(60, 0, tmp_path) < 780
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_pixels")
-@pytest.mark.parametrize("seed", (1, 2))
-def test_many_damaged_files(seed: int, tmp_path: Path) -> None:
-    assert read_mutants(1000, seed, tmp_path) > 0
+    assert 300 < refused < 780

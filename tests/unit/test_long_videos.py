@@ -11,9 +11,8 @@ import torch
 from PIL import Image
 
 import wan
+from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals, get_refusal
-from wan.app import flag_parser
-from wan.app.resolve import resolve_command_line
 from wan.app.run import Run
 from wan.modules.t5 import TextEncoder
 from wan.pipeline.clips import generate_clips
@@ -33,8 +32,7 @@ def request(**values: Any) -> VideoParams:
 
 
 def plan_run(*arguments: object) -> Run:
-    argv = ["--plan", "--task", "i2v-A14B", *map(str, arguments)]
-    return resolve_command_line(flag_parser.parse_flags(argv), lambda *_: None, plan=True)
+    return resolve_plan("--task", "i2v-A14B", *arguments)
 
 
 def test_chained_conditions_of_clips() -> None:

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -69,17 +70,15 @@ def prepare(
     return r.task.make_denoise_inputs(r, shared, base.Inputs(image=image), encoders)
 
 
-def test_noise_is_the_first_draw_of_the_seed() -> None:
+def test_noise_is_that_of_the_seed() -> None:
+    """Also the later noise, whatever a video begins with."""
     generator = torch.Generator().manual_seed(3)
-    expected = torch.randn(16, 3, 8, 12, generator=generator)
-    assert torch.equal(prepare(request("t2v-A14B"), None, None).initial_latents, expected)
-
-
-def test_later_noise_is_that_of_the_seed_whatever_a_video_begins_with() -> None:
+    first, second = (torch.randn(16, 3, 8, 12, generator=generator) for _ in range(2))
     r, start = request("t2v-A14B"), torch.ones(16, 3, 8, 12)
-    from_seed, from_start = (prepare(r, None, None, latents) for latents in (None, start))
-    assert torch.equal(from_start.initial_latents, start)
-    assert torch.equal(from_start.sample_noise(), from_seed.sample_noise())
+    for latents, expected in ((None, first), (start, start)):
+        inputs = prepare(r, None, None, latents)
+        assert torch.equal(inputs.initial_latents, expected)
+        assert torch.equal(inputs.sample_noise(), second)
 
 
 def test_clip_features_are_those_of_transformers(tiny, tmp_path: Path) -> None:
@@ -88,10 +87,7 @@ def test_clip_features_are_those_of_transformers(tiny, tmp_path: Path) -> None:
     The official file holds queries, keys and values in one tensor.
     """
     folder = tiny("i2v-14B", "diffusers") / "image_encoder"
-    pictures = [
-        images.convert_image_to_tensor(noise(96, 64)),
-        images.convert_image_to_tensor(noise(40, 90)),
-    ]
+    pictures = [images.convert_image_to_tensor(noise(*size)) for size in ((96, 64), (40, 90))]
     official = next(tiny("i2v-14B").glob("models_clip*.pth"))
     save_file(torch.load(official), tmp_path / "clip.safetensors")
     results = [
@@ -168,17 +164,12 @@ def test_ti2v_holds_the_first_frame_at_timestep_zero() -> None:
 
 
 def test_official_share_of_the_experts() -> None:
-    for task, high in (("t2v-A14B", 26), ("i2v-A14B", 15)):
-        for solver in ("unipc", "dpm++"):
-            values = {"prompt": "", "sample_solver": solver, "sample_steps": 40}
-            image_size = (96, 64) if task.startswith("i2v") else None
-            names = make_noise_schedule(
-                make_video_params(PRESETS[task], values, image_size)
-            ).experts
-            assert names == ("high_noise",) * high + ("low_noise",) * (40 - high), (task, solver)
-
-
-def test_boundary_itself_is_high_noise() -> None:
+    """A timestep at the boundary itself is high noise."""
+    for (task, high), solver in product((("t2v-A14B", 26), ("i2v-A14B", 15)), ("unipc", "dpm++")):
+        values = {"prompt": "", "sample_solver": solver, "sample_steps": 40}
+        params = make_video_params(PRESETS[task], values, (96, 64) if high == 15 else None)
+        expected = ("high_noise",) * high + ("low_noise",) * (40 - high)
+        assert make_noise_schedule(params).experts == expected, (task, solver)
     assert select_expert(875, 0.875) == "high_noise" and select_expert(874, 0.875) == "low_noise"
     assert select_expert(999, None) == "dit"
 
@@ -271,8 +262,6 @@ def test_a_paused_loop_leaves_the_device(solver: str) -> None:
 
 @pytest.mark.parametrize(("offload", "loads"), [(True, "abab"), (False, "ab")])
 def test_experts_in_memory(offload: bool, loads: str) -> None:
-    import weakref
-
     alive, order = weakref.WeakSet(), []
 
     def load(name: str) -> torch.nn.Module:
@@ -314,9 +303,7 @@ def test_a_video_is_encoded_as_officially(tmp_path: Path) -> None:
     with imageio.get_writer(official_path, fps=24, codec="libx264", quality=8) as writer:
         for frame in to_uint8(CLIP):
             writer.append_data(frame.numpy())
-    planes, official_planes = (
-        decode_planes(tmp_path / name) for name in ("ours.mp4", "theirs.mp4")
-    )
+    planes, official_planes = map(decode_planes, (tmp_path / "ours.mp4", official_path))
     assert planes == official_planes and len(planes) == 5 * 32 * 64 * 3 // 2
 
 
@@ -382,20 +369,17 @@ def test_a_video_without_frames_or_in_no_folder(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_latents_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    latents = torch.randn(16, 2, 4, 8)
-    save_latents(latents, tmp_path / "x.safetensors", {"task": "t2v-A14B"})
-    assert torch.equal(load_latents(tmp_path / "x.safetensors"), latents) and not caplog.messages
-    latents[0, 0, 0, 0] = float("nan")
-    save_latents(latents, tmp_path / "x.safetensors", {})
-    with pytest.raises(InputError, match="holds NaN or infinity; make the latents again"):
-        load_latents(tmp_path / "x.safetensors")
-
-
-def test_a_full_disk_while_latents_are_written(tmp_path: Path) -> None:
+def test_latents_come_back(tmp_path: Path) -> None:
+    latents, path = torch.randn(16, 2, 4, 8), tmp_path / "x.safetensors"
     with files_of_at_most(1000), pytest.raises(OSError, match="too large"):
-        save_latents(torch.zeros(16, 2, 4, 8), tmp_path / "x.safetensors", {})
+        save_latents(latents, path, {})
     assert not list(tmp_path.iterdir())
+    save_latents(latents, path, {"task": "t2v-A14B"})
+    assert torch.equal(load_latents(path), latents)
+    latents[0, 0, 0, 0] = float("nan")
+    save_latents(latents, path, {})
+    with pytest.raises(InputError, match="holds NaN or infinity; make the latents again"):
+        load_latents(path)
 
 
 def test_stages_inside_stages_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
