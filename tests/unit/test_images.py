@@ -11,7 +11,6 @@ import subprocess
 import sys
 import warnings
 import zlib
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -442,41 +441,32 @@ def samples() -> dict[str, bytes]:
     return contents
 
 
-def mutate_content(content: bytes, random_: random.Random) -> bytes:
-    """Some bytes changed, inserted, removed or set to extreme lengths; sometimes cut short."""
+def damage_content(content: bytes, random_: random.Random) -> bytes:
+    """Some bytes changed, inserted or removed, or set to an extreme length."""
     data = bytearray(content)
-    for _ in range(random_.choice((1, 1, 1, 2, 4, 16))):
-        end = len(data) if random_.random() < 0.5 else min(len(data), 80)  # headers break more
-        at, some = random_.randrange(end), random_.randbytes(random_.choice((1, 2, 4)))
-        change: Callable[[], tuple[int, bytes]] = random_.choice(
-            (
-                lambda some=some: (len(some), some),
-                lambda some=some: (0, some),
-                lambda some=some: (len(some), b""),
-                lambda: (4, random_.choice((b"\0\0\0\0", b"\xff" * 4, b"\x7f\xff\xff\xff"))),
-            )
-        )
-        length, new = change()
-        data[at : at + length] = new
-    return bytes(data[: random_.randrange(1, len(data))] if random_.random() < 0.1 else data)
+    for _ in range(random_.choice((1, 1, 2, 4, 16))):
+        at = random_.randrange(random_.choice((len(data), 80)))  # headers break more
+        new = random_.choice((random_.randbytes(2), b"", b"\0" * 4, b"\xff" * 4))
+        data[at : at + random_.choice((0, 2, 4))] = new
+    return bytes(data)
 
 
 def test_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only InputError may be raised."""
     # A damaged header may claim 170 million pixels, which would take seconds to decode.
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000_000)
-    path, refused = tmp_path / "mutant", 0
+    path, refused = tmp_path / "damaged", 0
     for name, content in samples().items():
-        random_ = random.Random(f"0 {name}")
+        random_ = random.Random(name)
         for index in range(60):
-            path.write_bytes(mutate_content(content, random_))
+            path.write_bytes(damage_content(content, random_))
             try:
                 image = images.read_image(path)
             except InputError as error:
                 refused += 1
                 assert "\n" not in str(error) and len(str(error)) < 400
             except Exception as error:
-                raise AssertionError(f"mutant {index} of {name}") from error
+                raise AssertionError(f"case {index} of {name}") from error
             else:
                 assert image.mode == "RGB" and all(image.size)
     assert 300 < refused < 780
