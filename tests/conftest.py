@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import hypothesis
 import pytest
@@ -155,16 +155,8 @@ def tiny(shared_folder: Path) -> Tiny:
     return make
 
 
-class Refusals(Protocol):
-    """The type of the fixture `refusals`."""
-
-    def __call__(
-        self,
-        table: str,
-        cases: Mapping[str, Sequence[object]],
-        folders: Mapping[str, Path] | None = None,
-        hide: Sequence[str] = (),
-    ) -> None: ...
+Refusals = Callable[..., None]
+"""The type of the fixture `refusals`."""
 
 
 @pytest.fixture

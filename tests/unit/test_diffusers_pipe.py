@@ -87,33 +87,11 @@ def load_lora(pipe: Any) -> None:
     pipe.load_lora_weights(weights)
 
 
-class Int8(torch.nn.Module):
-    """A quantised linear layer with an int8 weight, as quantisation libraries insert it."""
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
-        weight = linear.weight.detach()
-        self.scale, self.bias = weight.abs().amax(1, keepdim=True) / 127, linear.bias
-        self.register_buffer("weight", (weight / self.scale).round().to(torch.int8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.weight * self.scale, self.bias)
-
-
-def quantize_layers(pipe: Any) -> None:
-    for block in pipe.transformer.blocks:
-        for name, layer in list(block.named_modules()):
-            if isinstance(layer, torch.nn.Linear):
-                parent, _, child = name.rpartition(".")
-                setattr(block.get_submodule(parent), child, Int8(layer))
-
-
 CHANGES: dict[str, Callable[[Any], object]] = {
     "nothing": lambda pipe: None,
     "fused projections": lambda pipe: pipe.transformer.fuse_qkv_projections(),
     "group offloading": offload_groups,
     "LoRA": load_lora,
-    "weights in int8": quantize_layers,
     "weights in FP8": lambda pipe: pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn),
 }
 
