@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import wan
 from tests.conftest import slow
@@ -127,14 +126,6 @@ def test_embeddings_replace_prompts(t2v) -> None:
         t2v.generate("ignored", **embeds, **LATENT),
         t2v.generate("a cat", n_prompt="a dog", **LATENT),
     )
-
-
-def test_image_to_video(tiny, image_path: Path) -> None:
-    model = wan.WanI2V(WAN_CONFIGS["i2v-A14B"], tiny("i2v-A14B"))
-    args = {"max_area": 64 * 32, **QUICK, "frame_num": 5, "output_type": "latent"}
-    latents = model.generate("a cat", Image.open(image_path), **args)
-    assert latents.shape == (16, 2, 4, 6)
-    assert torch.equal(model.generate("a cat", str(image_path), **args), latents)
 
 
 def test_dense_folders_have_no_boundary(tiny) -> None:
