@@ -136,15 +136,6 @@ def test_foreign_files_are_refused_and_kept(tmp_path: Path) -> None:
     check_refusals("output files: not ours", messages)
 
 
-def test_a_file_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    check_output(path, TEXT, "--out")
-    with pytest.raises(WriteError), write_output(path, TEXT) as temporary:
-        temporary.write_text(OURS)
-        path.write_text("precious")
-    assert path.read_text() == "precious" and list(tmp_path.iterdir()) == [path]
-
-
 def test_a_temporary_name_never_follows_a_link(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")

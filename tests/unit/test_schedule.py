@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -100,11 +101,6 @@ def test_query_blocks_of_a_quantiser(rows: int, blocks: int, multiple: int) -> N
     assert all(size < rows / blocks + multiple for size in sizes(ranges))
 
 
-def test_two_blocks_of_whole_128s() -> None:
-    blocks = {0: (), 129: ((0, 128), (128, 129)), 75_600: ((0, 37_888), (37_888, 75_600))}
-    assert {rows: q_ranges(rows, 2, 128) for rows in blocks} == blocks
-
-
 def test_the_published_modes() -> None:
     rows = {comm_type: (row.name, row.chunks, row.blocks) for comm_type, row in MODES.items()}
     assert rows[0] == ("baseline", 1, 1)
@@ -128,24 +124,15 @@ def test_an_order_overlaps_where_chunks_are_between_one_another() -> None:
 
 
 def test_a_run_asks_for_a_row() -> None:
-    for comm_type, row in MODES.items():
-        assert (
-            select_attention_mode(comm_type) is row
-            and select_attention_mode(comm_type, True) is OVERLAP
-        )
-    for overlap in (False, True):
-        with pytest.raises(ValueError, match=r"comm_type must be 0, 1, .*, but got nonsense\.$"):
-            select_attention_mode("nonsense", overlap)  # type: ignore[arg-type]
-
-
-def test_another_number_of_chunks() -> None:
-    """Modes with chunks accept another number; the rest of the row is unchanged."""
-    for comm_type, overlap in ((1, False), (2, False), (0, True)):
-        row, selected = (
-            select_attention_mode(comm_type, overlap),
-            select_attention_mode(comm_type, overlap, 3),
-        )
-        assert selected == replace(row, chunks=3)
+    """Modes with chunks accept another number of them; the rest of the row is unchanged."""
+    for (comm_type, row), overlap in product(MODES.items(), (False, True)):
+        row = OVERLAP if overlap else row
+        assert select_attention_mode(comm_type, overlap) is row
+        if comm_type or overlap:
+            expected = replace(row, chunks=3)
+            assert select_attention_mode(comm_type, overlap, 3) == expected
+    with pytest.raises(ValueError, match=r"comm_type must be 0, 1, .*, but got nonsense\.$"):
+        select_attention_mode("nonsense")  # type: ignore[arg-type]
     for comm_type, chunks in ((0, 2), (0, 1), (1, 0), (2, -1)):
         with pytest.raises(ValueError, match="chunks must be at least 1, and None for mode 0"):
             select_attention_mode(comm_type, chunks=chunks)
