@@ -189,6 +189,7 @@ def test_long_videos_among_other_videos(model: Any, image_path: Path) -> None:
     args: dict[str, Any] = {**QUICK, "frame_num": 5, "img": str(image_path), "guide_scale": 1.0}
     calls = ["a", {"input_prompt": "b", "num_repeat": 2}, "c"]
     videos = list(model.generate_many(calls, group_by_expert=True, **args))
+    args["offload_model"] = False
     alone = [model.generate("a", **args), model.generate("b", num_repeat=2, **args)]
     alone.append(model.generate("c", **args))
     assert all(map(torch.equal, videos, alone)) and videos[1].shape[1] == 9

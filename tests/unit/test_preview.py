@@ -143,11 +143,8 @@ def test_the_plan_includes_the_vae_between_steps(tiny, tmp_path, monkeypatch) ->
     live.exclude([texts])
     with live:
         pipeline.generate_latents(params, replace(inputs, show_preview=lambda _: None))
-    without, planned = (
-        Planner(plan.setup, replace(params, preview=preview)).compute_stage_memory()["denoising"]
-        for preview in (0, 1)
-    )
-    assert without.total() < live.peak_bytes.total() <= planned.total()
+    planned = Planner(plan.setup, params).compute_stage_memory()["denoising"]
+    assert live.peak_bytes.total() <= planned.total()
 
 
 def test_an_image_is_not_replaced_by_a_preview(tiny, tmp_path, monkeypatch) -> None:
