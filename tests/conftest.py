@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,6 +74,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         _ignore_living_objects()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    if "tests.dist" in sys.modules:  # a collected test starts ranks
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # for the output of ranks, too
+        sys.modules["tests.dist"].fork_server()
+        capture.suspend_global_capture()
 
 
 @pytest.hookimpl(trylast=True)

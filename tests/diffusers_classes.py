@@ -126,7 +126,8 @@ def make_animate_call(mode: str = "animate") -> dict[str, Any]:
 
 
 def make_control_call() -> dict[str, Any]:
-    return {"video": make_images(FRAMES), "num_frames": FRAMES, "guidance_scale": 4.0}
+    frames = {"video": make_images(FRAMES), "num_frames": FRAMES}
+    return {**frames, "guidance_scale": 4.0, "conditioning_scale": [0.9, 0.6]}
 
 
 def make_animate_case(mode: str) -> Case:

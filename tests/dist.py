@@ -1,8 +1,9 @@
 """Real ranks for tests: pools of processes that stay up, ranks started one by one, and torchrun.
 
 All ranks except torchrun's are forked from a server that only imports modules (not from pytest's
-process, whose OpenMP threads a fork would lose) and use one thread each. Every call has a time
-limit. On any error the output of every rank is shown and the ranks are killed.
+process, whose OpenMP threads a fork would lose) and use one thread each. The server itself is
+forked from pytest's process before the first test, so that modules are imported once. Every call
+has a time limit. On any error the output of every rank is shown and the ranks are killed.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import patch
 
 REPO = Path(__file__).parents[1]
 GENERATE = str(REPO / "generate.py")
@@ -34,6 +38,38 @@ _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
 _POOLS: dict[int, Pool] = {}
 _PORT_LOCKS: list[IO[str]] = []
+
+
+def fork_server() -> None:
+    """Starts multiprocessing's fork server as a fork of this process.
+
+    multiprocessing starts a new interpreter, which takes seconds to import torch and diffusers.
+    """
+
+    def fork(_: object, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not those of pytest's capture
+            _close_write_end(descriptors[-1])
+            exec(arguments[-1])  # `python -c`: the server's loop
+        finally:
+            os._exit(0)
+
+    resource_tracker.ensure_running()  # an interpreter of its own
+    with patch("multiprocessing.util.spawnv_passfds", fork):
+        forkserver.ensure_running()
+
+
+def _close_write_end(read_end: int) -> None:
+    """Closes the other end of a pipe, whose closing by pytest's process ends the server."""
+    pipe = os.fstat(read_end).st_ino
+    for descriptor in range(3, os.sysconf("SC_OPEN_MAX")):
+        with suppress(OSError):
+            if descriptor != read_end and os.fstat(descriptor).st_ino == pipe:
+                os.close(descriptor)
+                return
 
 
 def run_on_ranks(

@@ -1,8 +1,9 @@
 """GGUF files for tests: the `gguf` package writes and dequantizes them.
 
-The package has no quantizer for the types with 256 values per block. The quantizers here are simple
-(a scale, or a scale and an offset, from the largest and smallest value of each part), so their
-files are less exact than published ones of the same type; the layouts are those of ggml.
+The package has no quantizer for the types with 256 values per block. The quantizers here, of three
+of them, are simple (a scale, or a scale and an offset, from the largest and smallest value of each
+part), so their files are less exact than published ones of the same type; the layouts are those of
+ggml.
 """
 
 from __future__ import annotations
@@ -76,6 +77,17 @@ def finish_gguf(writer: gguf.GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_vocabulary(path: Path, values: Mapping[str, Any]) -> Path:
+    """Writes a text encoder's file with values of a vocabulary, by llama.cpp's keys."""
+    writer = gguf.GGUFWriter(path, "t5encoder")
+    for name, value in values.items():
+        kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        kinds.get(type(value), writer.add_array)(f"tokenizer.ggml.{name}", value)
+    writer.add_tensor("enc.output_norm.weight", torch.zeros(4).numpy())
+    finish_gguf(writer)
+    return path
 
 
 def make_gguf_folders(source: Path, kind: str, out: Path) -> tuple[Path, Path]:
@@ -156,22 +168,6 @@ def _q4_k(blocks: Floats) -> Bytes:
     return np.concatenate(parts, axis=1)
 
 
-def _q5_k(blocks: Floats) -> Bytes:
-    d, m, scales, offsets, values = _quantize_with_offsets(blocks, 8, 31, 63)
-    low, fifth = _pack_bits(values & 15, 32, 4), _pack_bits(values >> 4, 32, 1)
-    return np.concatenate(
-        [_to_fp16_bytes(d), _to_fp16_bytes(m), _pack_six_bits(scales, offsets), fifth, low], axis=1
-    )
-
-
-def _q2_k(blocks: Floats) -> Bytes:
-    d, m, scales, offsets, values = _quantize_with_offsets(blocks, 16, 3, 15)
-    return np.concatenate(
-        [scales | offsets << 4, _pack_bits(values, 32, 2), _to_fp16_bytes(d), _to_fp16_bytes(m)],
-        axis=1,
-    )
-
-
 def _quantize_symmetric(blocks: Floats, half: int, most: int) -> tuple[NDArray, ...]:
     """Returns the scales and the values, from -half to half - 1, of sixteen parts."""
     x = blocks.reshape(len(blocks), 16, 16)
@@ -201,37 +197,8 @@ def _q3_k(blocks: Floats) -> Bytes:
     return np.concatenate([third, low, packed, _to_fp16_bytes(d)], axis=1)
 
 
-def _find_iq4_codes(values: Floats) -> NDArray[np.uint8]:
-    levels = np.array(gguf.quants.IQ4_NL.kvalues, np.float32)
-    return np.abs(values[..., None] - levels).argmin(-1).astype(np.uint8)
-
-
-def _iq4_nl(blocks: Floats) -> Bytes:
-    x = blocks.reshape(-1, 32)
-    d = np.abs(x).max(axis=1, keepdims=True) / 113
-    codes = _find_iq4_codes(_divide_or_zero(x, d * np.ones_like(x)))
-    return np.concatenate([_to_fp16_bytes(d), _pack_bits(codes, 16, 4)], axis=1)
-
-
-def _iq4_xs(blocks: Floats) -> Bytes:
-    x = blocks.reshape(len(blocks), 8, 32)
-    reach = np.abs(x).max(axis=2) / 113
-    d = reach.max(axis=1, keepdims=True) / 31
-    scales = np.rint(_divide_or_zero(reach, d * np.ones_like(reach)))
-    codes = _find_iq4_codes(_divide_or_zero(x, (d * scales)[..., None] * np.ones_like(x)))
-    biased = (scales + 32).astype(np.uint8)
-    low, high = _pack_bits(biased & 15, 1, 4), _pack_bits(biased >> 4, 1, 2)
-    packed = _pack_bits(codes.reshape(len(x), -1), 16, 4)
-    return np.concatenate([_to_fp16_bytes(d), high, low, packed], axis=1)
-
-
 _QUANTIZERS: dict[str, Callable[[Floats], Bytes]] = {
-    "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
     "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
 }
-KINDS = (*PACKAGED, *_QUANTIZERS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.conftest import Refusals, Tiny
-from tests.dist import REPO
+from tests.pipelines import fail_on_demo
 from wan.app import flag_parser
 from wan.app.resolve import resolve_command_line
 from wan.app.run import Run
@@ -127,27 +125,6 @@ def test_refusals(refusals: Refusals) -> None:
     refusals("attention: plans", {case: ["--plan", *argv] for case, argv in INVALID_PLANS.items()})
 
 
-def test_refusals_need_no_torch(tmp_path: Path) -> None:
-    script = (
-        "import json, sys\n"
-        "from wan.cli.main import main\n"
-        "for argv in json.loads(sys.argv[1]):\n"
-        "    assert main(argv) == 2, argv\n"
-        "assert not (found := {'torch', 'torch_npu', 'mindiesd'} & set(sys.modules)), found\n"
-    )
-    argvs = [*INVALID_FLAGS.values(), *(["--plan", *argv] for argv in INVALID_PLANS.values())]
-    result = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(argvs)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path)},
-    )
-    assert result.returncode == 0, result.stderr
-    assert len(result.stderr.splitlines()) == len(argvs)
-
-
 def test_flags_that_a_checkpoint_does_not_support(tiny: Tiny, refusals: Refusals) -> None:
     start = ["--ckpt_dir", tiny("t2v-A14B")]
     cases = {"FP8 of 6 channels": FP8, "no folder": ["--quant_dit_path", "nowhere"]}
@@ -157,12 +134,17 @@ def test_flags_that_a_checkpoint_does_not_support(tiny: Tiny, refusals: Refusals
 
 
 def resolve_run(*argv: object) -> Run:
-    def no_demo(*_: object) -> None:
-        raise AssertionError("the demo must not be made here")
-
     return resolve_command_line(
-        flag_parser.parse_flags([str(a) for a in argv]), no_demo, plan="--plan" in argv
+        flag_parser.parse_flags([str(a) for a in argv]), fail_on_demo, plan="--plan" in argv
     )
+
+
+def repeat_run(first: Run, tmp_path: Path, *argv: object) -> Run:
+    """Resolves a run from the record of another one."""
+    path = tmp_path / "record.json"
+    settings = {name: value for name, value in first.settings.items() if name != "ckpt_dir"}
+    path.write_text(json.dumps({"settings": settings if "--plan" in argv else first.settings}))
+    return resolve_run("--from_json", path, *argv)
 
 
 def test_default_attention(tiny: Tiny) -> None:
@@ -170,46 +152,32 @@ def test_default_attention(tiny: Tiny) -> None:
     assert run.setup.attention == Attention() and run.setup.quantized_dit is None
     assert run.settings["attention_algo"] == "fused"
     assert run.settings["use_rainfusion"] is False and "sparsity" not in run.settings
+    settings = resolve_run("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", 10).settings
+    assert settings["use_rainfusion"] is True and settings["mask_refresh_interval"] == 1
+    assert (settings["rainfusion_type"], settings["sparsity"]) == ("v2", 0.64)
 
 
 def test_a_record_and_a_variable_may_hold_the_other_flag(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
 ) -> None:
     """Defaults in a record do not conflict with a flag; another kernel does, also in a variable."""
-    first = resolve_run("--ckpt_dir", tiny("t2v-A14B"))
-    path = tmp_path / "record.json"
-    path.write_text(json.dumps({"settings": first.settings}))
-    repeated = resolve_run("--from_json", path, "--attention_backend", "sdpa")
+    argv = ["--ckpt_dir", str(tiny("t2v-A14B"))]
+    repeated = repeat_run(resolve_run(*argv), tmp_path, "--attention_backend", "sdpa")
     assert repeated.setup.attention == Attention(attention_backend="sdpa")
     assert repeated.settings["attention_backend"] == "sdpa"
     monkeypatch.setenv("ALGO", "1")
-    argv = ["--ckpt_dir", str(tiny("t2v-A14B")), "--attention_backend", "sdpa"]
-    refusals("attention: a variable", {"ALGO=1": argv})
+    refusals("attention: a variable", {"ALGO=1": [*argv, "--attention_backend", "sdpa"]})
 
 
-ALIASED = {"ALGO": "3", "ROPE_OPT": "1", "FAST_LAYERNORM": "1"}
-
-
-@pytest.mark.parametrize("name", ALIASED)
 def test_the_record_of_a_dense_run_wins_over_variables(
-    name: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = resolve_run("--task", "ti2v-5B", "--ckpt_dir", tiny("ti2v-5B"))
-    path = tmp_path / "record.json"
-    path.write_text(json.dumps({"settings": first.settings}))
-    monkeypatch.setenv(name, ALIASED[name])
-    repeated = resolve_run("--from_json", path)
+    for name, value in {"ALGO": "3", "ROPE_OPT": "1", "FAST_LAYERNORM": "1"}.items():
+        monkeypatch.setenv(name, value)
+    repeated = repeat_run(first, tmp_path)
     assert repeated.setup.attention == first.setup.attention == Attention()
     assert repeated.settings["fa_quant"] == "none" and repeated.settings["fused_ops"] == ("auto",)
-
-
-@pytest.mark.parametrize(("steps", "start"), [(40, 10), (50, 13), (4, 1), (2, 1)])
-def test_sparse_attention_starts_after_a_quarter_of_the_steps(
-    tiny: Tiny, steps: int, start: int
-) -> None:
-    run = resolve_run("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", steps)
-    assert run.setup.attention == Attention(use_rainfusion=True)
-    assert run.setup.attention.resolve_sparse_start_step(run.params.sample_steps) == start
 
 
 NPU = [
@@ -239,44 +207,40 @@ def test_the_record_repeats_the_video_but_not_the_clock(tmp_path: Path) -> None:
     """Planned only: no FP8 kernel of an NPU supports the small heads of a tiny checkpoint."""
     first = resolve_run("--plan", "--task", "ti2v-5B", *NPU)
     assert "fa_freq_cap" not in first.settings
-    path = tmp_path / "record.json"
-    settings = {name: value for name, value in first.settings.items() if name != "ckpt_dir"}
-    path.write_text(json.dumps({"settings": settings}))
-    repeat_argv = ("--plan", "--from_json", path)
-    repeated = resolve_run(*repeat_argv).setup.attention
+    repeated = repeat_run(first, tmp_path, "--plan").setup.attention
     assert repeated == replace(first.setup.attention, fa_freq_cap=None)
-    cpu_flags = ["--device", "cpu", "--fused_ops", "none", "--rainfusion_type", "v2"]
-    cpu_run = resolve_run(*repeat_argv, *cpu_flags, "--fa_quant", "none")
-    assert cpu_run.setup.attention == Attention(
+    cpu_flags = ["--plan", "--device", "cpu", "--fused_ops", "none"]
+    sparse = repeat_run(
+        first, tmp_path, *cpu_flags, "--rainfusion_type", "v2", "--fa_quant", "none"
+    )
+    assert sparse.setup.attention == Attention(
         use_rainfusion=True,
         sparsity=0.5,
         sparse_start_step=0,
         mask_refresh_interval=3,
         fused_ops=(),
     )
-    dense = resolve_run(*repeat_argv, *cpu_flags[:-2], "--use_rainfusion", "false")
+    dense = repeat_run(first, tmp_path, *cpu_flags, "--use_rainfusion", "false")
     assert dense.setup.attention == Attention(fa_quant="fp8", fused_ops=())
     assert dense.settings["use_rainfusion"] is False and "sparsity" not in dense.settings
 
 
-def test_the_record_holds_defaults(tiny: Tiny) -> None:
-    settings = resolve_run("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", 10).settings
-    assert settings["use_rainfusion"] is True
-    assert (settings["rainfusion_type"], settings["sparsity"]) == ("v2", 0.64)
-    assert settings["mask_refresh_interval"] == 1
-
-
-def test_default_sparse_start_follows_the_steps_of_a_repeat(tiny: Tiny, tmp_path: Path) -> None:
-    path = tmp_path / "record.json"
+def test_default_sparse_start_follows_the_steps(tiny: Tiny, tmp_path: Path) -> None:
+    """A quarter of the steps, rounded up, also of a repetition with other steps."""
     argv = ("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", 40)
-    for start_flags, start, repeat_start in (((), 10, 1), (("--sparse_start_step", "2"), 2, 2)):
-        first = resolve_run(*argv, *start_flags)
-        path.write_text(json.dumps({"settings": first.settings}))
-        for repeat_flags, expected in (((), start), (("--sample_steps", 4), repeat_start)):
-            run = resolve_run("--from_json", path, *repeat_flags)
-            assert (
-                run.setup.attention.resolve_sparse_start_step(run.params.sample_steps) == expected
-            )
+
+    def find_start(run: Run) -> int | None:
+        return run.setup.attention.resolve_sparse_start_step(run.params.sample_steps)
+
+    for flags, start, repeat_starts in (
+        ((), 10, {4: 1, 2: 1, 50: 13}),
+        (("--sparse_start_step", "2"), 2, {4: 2}),
+    ):
+        first = resolve_run(*argv, *flags)
+        assert find_start(first) == find_start(repeat_run(first, tmp_path)) == start
+        for steps, expected in repeat_starts.items():
+            repeated = repeat_run(first, tmp_path, "--sample_steps", steps)
+            assert find_start(repeated) == expected, (flags, steps)
 
 
 MX = "quant_model_description_w8a8_mxfp8.json"

@@ -18,7 +18,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from tests.conftest import Refusals, Tiny
+from tests.cli.test_attention_flags import INVALID_FLAGS, INVALID_PLANS
+from tests.conftest import Refusals, Tiny, slow
+from wan.settings.flags import FLAG_ALIASES
 
 REPO = Path(__file__).parents[2]
 SIMPLE = {
@@ -74,6 +76,7 @@ SIMPLE = {
     "noise device": ["--noise_device", "gpu"],
     "offload words": ["--offload_model", "maybe"],
     "blocks of none": ["--resident_blocks", "2"],
+    "no blocks of none": ["--resident_blocks", "0"],
     "blocks, compiled": ["--offload_model", "block", "--compile"],
     "host memory of a CPU": ["--offload_model", "cpu", "--device", "cpu"],
     "ulysses": ["--ulysses_size", "8"],
@@ -130,6 +133,7 @@ SIMPLE = {
     "output not mp4": ["--save_file", "video.avi"],
     "output below a file": ["--save_file", str(REPO / "README.md/x.mp4")],
     "output name too long": ["--save_file", "x" * 250 + ".mp4"],
+    "output name of long letters": ["--save_file", "猫" * 70 + ".mp4"],
     "record missing": ["--from_json", "no.json"],
     "scale pair for one network": ["--task", "ti2v-5B", "--sample_guide_scale", "3,4"],
     "folder name too long": ["--ckpt_dir", "x" * 300],
@@ -153,15 +157,17 @@ def test_arguments(refusals: Refusals) -> None:
 
 
 def test_refusals_need_no_torch(tmp_path: Path) -> None:
-    """Refuses the whole table in one fresh interpreter without importing torch."""
+    """Refuses the tables, also of attention, in a fresh interpreter without importing torch."""
     script = (
         "import json, sys\n"
         "from wan.cli.main import main\n"
         "for argv in json.loads(sys.argv[1]):\n"
         "    assert main(argv) == 2, argv\n"
-        "assert not {'torch', 'diffusers', 'transformers'} & set(sys.modules)\n"
+        "names = 'torch diffusers transformers torch_npu mindiesd'.split()\n"
+        "assert not {*names} & set(sys.modules)\n"
     )
-    argvs = [*SIMPLE.values()]
+    argvs = [*SIMPLE.values(), *INVALID_FLAGS.values()]
+    argvs += [["--plan", *argv] for argv in INVALID_PLANS.values()]
     result = subprocess.run(
         [sys.executable, "-c", script, json.dumps(argvs)],
         capture_output=True,
@@ -171,49 +177,54 @@ def test_refusals_need_no_torch(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path)},
     )
     assert result.returncode == 0, result.stderr
-    assert len(result.stderr.splitlines()) == len(SIMPLE)
+    assert len(result.stderr.splitlines()) == len(argvs)
 
 
 def test_environment_without_torchrun(monkeypatch: pytest.MonkeyPatch, refusals: Refusals) -> None:
     monkeypatch.setenv("OVERLAP", "yes")
     refusals("environment: a word for a switch", {"OVERLAP=yes": []})
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    refusals("environment: half a launcher", {"no RANK": []})
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    refusals("environment: a word for a number", {"WORLD_SIZE=two": []})
+    for case, world_size in (("half a launcher", "2"), ("a word for a number", "two")):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        refusals(f"environment: {case}", {f"WORLD_SIZE={world_size}": []})
 
 
-def image_file(kind: str, folder: Path) -> Path:
-    path = folder / f"{kind}.png"
-    if kind == "empty":
-        path.touch()
-    elif kind == "text":
-        path.write_text("no image")
-    elif kind == "truncated":
-        Image.effect_noise((64, 64), 50).save(path)
-        path.write_bytes(path.read_bytes()[:400])
-    elif kind == "animated":
-        path = path.with_suffix(".gif")
-        frames = [Image.new("RGB", (32, 32), color) for color in ("red", "blue")]
-        frames[0].save(path, save_all=True, append_images=frames[1:])
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "flat":
-        Image.new("RGB", (4000, 2)).save(path)
-    elif kind == "postscript":
-        path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
-    elif kind == "short header":  # Pillow's error is a ValueError
-        chunk = b"IHDR" + bytes(12)
-        crc = struct.pack(">I", zlib.crc32(chunk))
-        path.write_bytes(b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 12) + chunk + crc)
-    return path
+def write_short_header(path: Path) -> None:
+    """Writes a PNG whose header lacks a byte: Pillow's error is a ValueError."""
+    chunk = b"IHDR" + bytes(12)
+    crc = struct.pack(">I", zlib.crc32(chunk))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 12) + chunk + crc)
+
+
+def write_truncated(path: Path) -> None:
+    Image.effect_noise((64, 64), 50).save(path)
+    path.write_bytes(path.read_bytes()[:400])
+
+
+def write_animated(path: Path) -> None:
+    first, second = (Image.new("RGB", (32, 32), color) for color in ("red", "blue"))
+    first.save(path, "GIF", save_all=True, append_images=[second])
+
+
+IMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": Path.touch,
+    "text": lambda path: path.write_text("no image"),
+    "truncated": write_truncated,
+    "animated": write_animated,
+    "folder": Path.mkdir,
+    "postscript": lambda path: path.write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"
+    ),
+    "flat": lambda path: Image.new("RGB", (4000, 2)).save(path),
+    "short header": write_short_header,
+}
 
 
 def test_images(tiny: Tiny, tmp_path: Path, refusals: Refusals) -> None:
-    kinds = ("empty", "text", "truncated", "animated", "folder", "postscript", "flat")
-    files = {kind: image_file(kind, tmp_path) for kind in (*kinds, "short header")}
-    start = ["--task", "i2v-A14B", "--ckpt_dir", tiny("i2v-A14B"), "--image"]
-    refusals("images", {kind: [*start, file.name] for kind, file in files.items()})
+    start, cases = ["--task", "i2v-A14B", "--ckpt_dir", tiny("i2v-A14B"), "--image"], {}
+    for kind, write in IMAGES.items():
+        write(tmp_path / f"{kind}.png")
+        cases[kind] = [*start, f"{kind}.png"]
+    refusals("images", cases)
 
 
 HIGH = "high_noise_model"
@@ -221,118 +232,119 @@ STEM = "diffusion_pytorch_model"
 VAE, T5 = "Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth"
 
 
+INDEX = f"{HIGH}/{STEM}.safetensors.index.json"
+
+
 def _shard(folder: Path) -> Path:
     return sorted((folder / HIGH).glob("*.safetensors"))[0]
 
 
-def _edit_json(path: Path, change: Callable[[dict], object]) -> int:
-    value = json.loads(path.read_text())
-    change(value)
-    return path.write_text(json.dumps(value))
+def edit_json(file: str, change: Callable[[dict], object]) -> Callable[[Path], object]:
+    def edit(folder: Path) -> None:
+        value = json.loads((folder / file).read_text())
+        change(value)
+        (folder / file).write_text(json.dumps(value))
+
+    return edit
 
 
-def _rename_in_header(path: Path, old: bytes, new: bytes) -> None:
-    content = path.read_bytes()
-    assert len(old) == len(new) and old in content
-    path.write_bytes(content.replace(old, new, 1))
+def set_config(**values: int) -> Callable[[Path], object]:
+    return edit_json(f"{HIGH}/config.json", lambda config: config.update(values))
 
 
-def _edit_pth(path: Path, change: Callable[[dict], object]) -> None:
-    state = torch.load(path, weights_only=True)
-    change(state)
-    torch.save(state, path)
+def rename_in_header(old: bytes, new: bytes) -> Callable[[Path], object]:
+    def rename(folder: Path) -> None:
+        content = _shard(folder).read_bytes()
+        assert len(old) == len(new) and old in content
+        _shard(folder).write_bytes(content.replace(old, new, 1))
+
+    return rename
 
 
-def _drop_map_entry(folder: Path) -> None:
-    index = folder / HIGH / f"{STEM}.safetensors.index.json"
-    _edit_json(
-        index, lambda value: value["weight_map"].update({"ghost.weight": _shard(folder).name})
-    )
+def edit_pth(file: str, change: Callable[[dict], object]) -> Callable[[Path], object]:
+    def edit(folder: Path) -> None:
+        state = torch.load(folder / file, weights_only=True)
+        change(state)
+        torch.save(state, folder / file)
+
+    return edit
+
+
+def save_pth(file: str, value: object) -> Callable[[Path], object]:
+    return lambda folder: torch.save({"x": value}, folder / file)
+
+
+def write(file: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / file).write_text(text)
+
+
+def write_shard(make_content: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda folder: _shard(folder).write_bytes(make_content(_shard(folder).read_bytes()))
+
+
+def remove(*names: str) -> Callable[[Path], object]:
+    def remove_all(folder: Path) -> None:
+        for name in names:
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return remove_all
+
+
+def drop_padding_token(folder: Path) -> None:
+    for name in ("tokenizer_config", "special_tokens_map"):
+        edit_json(f"google/umt5-xxl/{name}.json", lambda config: config.pop("pad_token"))(folder)
 
 
 BROKEN: dict[str, Callable[[Path], object]] = {
-    "shard truncated": lambda f: _shard(f).write_bytes(_shard(f).read_bytes()[:-100]),
-    "shard garbage": lambda f: _shard(f).write_bytes(b"\xff" * 500),
-    "shard empty": lambda f: _shard(f).write_bytes(b""),
-    "shard header broken": lambda f: _shard(f).write_bytes(
-        struct.pack("<Q", 9) + b"{not json" + b"x" * 20
+    "shard truncated": write_shard(lambda content: content[:-100]),
+    "shard garbage": write_shard(lambda _: b"\xff" * 500),
+    "shard empty": write_shard(lambda _: b""),
+    "shard header broken": write_shard(lambda _: struct.pack("<Q", 9) + b"{not json" + b"x" * 20),
+    "shard missing": lambda folder: _shard(folder).unlink(),
+    "index missing": remove(INDEX),
+    "index names a ghost": lambda folder: edit_json(
+        INDEX, lambda value: value["weight_map"].update({"ghost.weight": _shard(folder).name})
+    )(folder),
+    "index not JSON": write(INDEX, "{"),
+    "config not JSON": write(f"{HIGH}/config.json", "[]"),
+    "config of another net": set_config(ffn_dim=64),
+    "config with more layers": set_config(num_layers=3),
+    "config with fewer layers": set_config(num_layers=1),
+    "config with odd heads": set_config(num_heads=7),
+    "expert missing": remove("low_noise_model"),
+    "no networks": remove(HIGH, "low_noise_model"),
+    "VAE missing": remove(VAE),
+    "VAE truncated": lambda f: (f / VAE).write_bytes((f / VAE).read_bytes()[:9999]),
+    "config without heads": set_config(num_heads=0),
+    "shard entry without shape": rename_in_header(b'"shape"', b'"shapo"'),
+    "quantised weights": rename_in_header(b'"BF16"', b'"I16" '),
+    "unknown dtype": rename_in_header(b'"BF16"', b'"F8E4"'),
+    "index of brackets": write(INDEX, "[" * 100_000),
+    "VAE of the other family": save_pth(VAE, torch.zeros(1)),
+    "VAE file with code": save_pth(VAE, Path("boom")),
+    "text encoder of another model": save_pth(T5, torch.zeros(1)),
+    "VAE with one tensor more": edit_pth(VAE, lambda state: state.update(more=torch.ones(1))),
+    "VAE with one tensor less": edit_pth(VAE, lambda state: state.pop("decoder.head.2.bias")),
+    "VAE of half the width inside": edit_pth(
+        VAE, lambda state: state.update({"conv2.bias": state["conv2.bias"][:8].clone()})
     ),
-    "shard missing": lambda f: _shard(f).unlink(),
-    "index missing": lambda f: (f / HIGH / f"{STEM}.safetensors.index.json").unlink(),
-    "index names a ghost": _drop_map_entry,
-    "index not JSON": lambda f: (f / HIGH / f"{STEM}.safetensors.index.json").write_text("{"),
-    "config not JSON": lambda f: (f / HIGH / "config.json").write_text("[]"),
-    "config of another net": lambda f: _edit_json(
-        f / HIGH / "config.json", lambda c: c.update(ffn_dim=64)
+    "text encoder with one tensor less": edit_pth(
+        T5, lambda state: state.pop("blocks.1.attn.q.weight")
     ),
-    "config with more layers": lambda f: _edit_json(
-        f / HIGH / "config.json", lambda c: c.update(num_layers=3)
+    "text encoder with numbers that are no weights": edit_pth(T5, lambda s: s.update(step=7)),
+    "tokenizer damaged": write("google/umt5-xxl/tokenizer.json", "{"),
+    "tokenizer of nothing": remove("google/umt5-xxl/tokenizer.json"),
+    "tokenizer without a padding token": drop_padding_token,
+    "config with layers beyond measure": set_config(num_layers=10**9),
+    "index that leaves its folder": edit_json(
+        INDEX, lambda value: value["weight_map"].update({"head.head.bias": "../x.safetensors"})
     ),
-    "config with fewer layers": lambda f: _edit_json(
-        f / HIGH / "config.json", lambda c: c.update(num_layers=1)
-    ),
-    "config with odd heads": lambda f: _edit_json(
-        f / HIGH / "config.json", lambda c: c.update(num_heads=7)
-    ),
-    "expert missing": lambda f: shutil.rmtree(f / "low_noise_model"),
-    "no networks": lambda f: [
-        (f / d).rename(f.parent / f"{f.name} {d}") for d in (HIGH, "low_noise_model")
-    ],
-    "VAE missing": lambda f: (f / "Wan2.1_VAE.pth").unlink(),
-    "VAE truncated": lambda f: (f / "Wan2.1_VAE.pth").write_bytes(
-        (f / "Wan2.1_VAE.pth").read_bytes()[:9999]
-    ),
-    "config without heads": lambda f: _edit_json(
-        f / HIGH / "config.json", lambda c: c.update(num_heads=0)
-    ),
-    "shard entry without shape": lambda f: _rename_in_header(_shard(f), b'"shape"', b'"shapo"'),
-    "quantised weights": lambda f: _rename_in_header(_shard(f), b'"BF16"', b'"I16" '),
-    "unknown dtype": lambda f: _rename_in_header(_shard(f), b'"BF16"', b'"F8E4"'),
-    "index of brackets": lambda f: (f / HIGH / f"{STEM}.safetensors.index.json").write_text(
-        "[" * 100_000
-    ),
-    "VAE of the other family": lambda f: torch.save({"x": torch.zeros(1)}, f / "Wan2.1_VAE.pth"),
-    "VAE file with code": lambda f: torch.save({"x": Path("boom")}, f / "Wan2.1_VAE.pth"),
-    "text encoder of another model": lambda f: torch.save(
-        {"x": torch.zeros(1)}, f / "models_t5_umt5-xxl-enc-bf16.pth"
-    ),
-    "VAE with one tensor more": lambda f: _edit_pth(
-        f / VAE, lambda state: state.update(more=torch.ones(1))
-    ),
-    "VAE with one tensor less": lambda f: _edit_pth(
-        f / VAE, lambda state: state.pop("decoder.head.2.bias")
-    ),
-    "VAE of half the width inside": lambda f: _edit_pth(
-        f / VAE, lambda s: s.update({"conv2.bias": s["conv2.bias"][:8].clone()})
-    ),
-    "text encoder with one tensor less": lambda f: _edit_pth(
-        f / T5, lambda state: state.pop("blocks.1.attn.q.weight")
-    ),
-    "text encoder with numbers that are no weights": lambda f: _edit_pth(
-        f / T5, lambda state: state.update(step=7)
-    ),
-    "tokenizer damaged": lambda f: (f / "google/umt5-xxl/tokenizer.json").write_text("{"),
-    "tokenizer of nothing": lambda f: (f / "google/umt5-xxl/tokenizer.json").unlink(),
-    "tokenizer without a padding token": lambda f: [
-        _edit_json(f / f"google/umt5-xxl/{name}.json", lambda c: c.pop("pad_token"))
-        for name in ("tokenizer_config", "special_tokens_map")
-    ],
-    "config with layers beyond measure": lambda f: _edit_json(
-        f / HIGH / "config.json", lambda c: c.update(num_layers=10**9)
-    ),
-    "index that leaves its folder": lambda f: _edit_json(
-        f / HIGH / f"{STEM}.safetensors.index.json",
-        lambda value: value["weight_map"].update({"head.head.bias": "../x.safetensors"}),
-    ),
-    "text encoder missing": lambda f: (f / "models_t5_umt5-xxl-enc-bf16.pth").unlink(),
-    "tokenizer missing": lambda f: shutil.rmtree(f / "google"),
-    "generation config not JSON": lambda f: (f / "generation_config.json").write_text("nope"),
-    "generation config unknown key": lambda f: (f / "generation_config.json").write_text(
-        '{"image": "x"}'
-    ),
-    "generation config bad value": lambda f: (f / "generation_config.json").write_text(
-        '{"frame_num": 80}'
-    ),
+    "text encoder missing": remove(T5),
+    "tokenizer missing": remove("google"),
+    "generation config not JSON": write("generation_config.json", "nope"),
+    "generation config unknown key": write("generation_config.json", '{"image": "x"}'),
+    "generation config bad value": write("generation_config.json", '{"frame_num": 80}'),
 }
 
 
@@ -372,6 +384,10 @@ RECORDS = {
         for name in ("plan", "chip", "device_memory", "from_json", "decode_latents", "power")
     },
     "the number of ranks": '{"settings": {"ulysses_size": 2}}',
+    **{
+        f"{alias} twice": json.dumps({"settings": {alias: 1, name: 1}})
+        for alias, name in FLAG_ALIASES.items()
+    },
 }
 
 
@@ -450,8 +466,11 @@ def test_decoding_refuses_what_it_would_ignore(
         "other frames": latents("length", 16, 2, 8, 8, size=[64, 64], frame_num=9),
     }
     refusals("decoding of latents", cases)
-    monkeypatch.setattr("wan.utils.system.read_available_memory", lambda: 1000)
-    refusals("decoding without memory", {"1000 bytes": [*argv, "--device", "cpu"]})
+    image = {"task": "i2v-A14B", "image": "x.png", "size": [64, 64], "frame_num": 5}
+    wide = latents("wide", 16, 2, 90, 160, **image, ckpt_dir=str(tiny("i2v-A14B")))
+    for free, small in ((1000, argv), (4 * 10**7, wide)):
+        monkeypatch.setattr("wan.utils.system.read_available_memory", lambda free=free: free)
+        refusals(f"decoding with {free} bytes", {small[-1]: [*small, "--device", "cpu"]})
 
 
 INTERRUPTED = """
@@ -484,7 +503,7 @@ def test_an_interrupted_import(module: str) -> None:
     )
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [slow("1"), "2"])
 def test_a_torch_that_does_not_load(processes: str, tiny: Tiny, tmp_path: Path) -> None:
     """`import torch` itself fails, as with torch-npu installed but not CANN."""
     (tmp_path / "torch").mkdir()

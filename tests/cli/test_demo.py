@@ -17,7 +17,6 @@ from tools.demo import evaluate, vace
 from tools.demo.scenes import make_caption
 from tools.demo.score import detect_shapes, find_foreground
 from wan import WanI2V, WanT2V, WanVace
-from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
 from wan.configs import WAN_CONFIGS
 
@@ -49,13 +48,6 @@ def test_without_a_checkpoint_a_run_takes_the_demo_and_its_settings(
     assert f"{detected.colour} {detected.shape} moves {detected.motion}" in settings["prompt"]
 
 
-@pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B"])
-def test_heads_are_many_enough_for_real_chunks(task: str) -> None:
-    checkpoint = inspect_checkpoint(DEMO / task)
-    assert checkpoint.num_heads == 24 and checkpoint.head_dim == 8  # 8 ranks: 3 chunks; 2 ranks: 10
-    assert checkpoint.experts.keys() == {"high_noise", "low_noise"}
-
-
 def test_the_files_stay_small() -> None:
     for folder, limit in ((DEMO, 29e6), (LORA, 2.5e6)):
         files = [p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()]
@@ -64,8 +56,12 @@ def test_the_files_stay_small() -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [evaluate.Setting(8, 1.0, prompts=10), slow(evaluate.Setting(20, 3.0, prompts=4))],
-    ids=lambda setting: f"{setting.steps} steps",
+    [
+        evaluate.Setting(8, 1.0, prompts=3),
+        slow(evaluate.Setting(8, 1.0, prompts=10)),
+        slow(evaluate.Setting(20, 3.0, prompts=4)),
+    ],
+    ids=lambda setting: f"{setting.steps} steps, {setting.prompts} prompts",
 )
 def test_the_demo_draws_the_prompt(setting: evaluate.Setting) -> None:
     """Checks a sample of the model card's table; the scorer is independent of the renderer."""
@@ -117,7 +113,8 @@ def test_a_shape_is_replaced_where_the_mask_is(
     monkeypatch.chdir(tmp_path)
     files = [CONTROL / "source.mp4", CONTROL / "mask.mp4"]
     flags = ["--task", "vace-A14B", "--src_video", str(files[0]), "--src_mask", str(files[1])]
-    assert generate.main([*flags, "--save_file", "a.mp4", "--base_seed", "1"]) == 0
+    flags += ["--sample_steps", "8", "--save_file", "a.mp4", "--base_seed", "1"]
+    assert generate.main(flags) == 0
     assert "using the demo checkpoint" in capfd.readouterr().out
     source, generated = (read_frames(Path(file)) for file in (files[0], "a.mp4"))
     prompt = json.loads(Path("a.json").read_text())["settings"]["prompt"]

@@ -19,7 +19,6 @@ from wan.app import batch_job
 from wan.app import job as videos
 from wan.app.clip_store import ClipFiles
 from wan.cli import main as generate
-from wan.media.video_writer import save_latents
 from wan.tasks.base import Clip
 
 # Clips. A run reuses the clips of another run if it would generate the same.
@@ -59,9 +58,20 @@ class TwoClipRun:
             files.write_clip(index, Clip(latent.expand(16, 3, 4, 4), frames, latent))
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> TwoClipRun:
+    """A run with both clips. Do not change its files."""
+    run = TwoClipRun(tmp_path_factory.mktemp("written") / "here")
+    run.write_clips()
+    return run
+
+
 @pytest.fixture
-def chain(tmp_path: Path) -> TwoClipRun:
-    return TwoClipRun(tmp_path / "here")
+def chain(written: TwoClipRun, tmp_path: Path) -> TwoClipRun:
+    """A copy of `written`, whose clips count although its paths are others."""
+    run = TwoClipRun(tmp_path / "here")
+    shutil.copytree(written.make_clip_files().folder, run.make_clip_files().folder)
+    return run
 
 
 def test_latents_that_could_not_be_saved_are_not_called_kept(
@@ -84,42 +94,34 @@ def test_latents_that_could_not_be_saved_are_not_called_kept(
 
 
 OTHER_SETTINGS = [
-    "--base_seed 8",
-    "--sample_steps 3",
-    "--boundary_step 1",
-    "--prompt y",
-    "--negative_prompt y",
-    "--sample_solver euler",
-    "--fps 24",
+    *("--base_seed", 8, "--sample_steps", 3, "--boundary_step", 1, "--prompt", "y"),
+    *("--negative_prompt", "y", "--sample_solver", "euler", "--fps", 24),
 ]
 
 
-def test_a_setting_that_one_of_two_runs_has_makes_clips_again(chain: TwoClipRun) -> None:
+def test_a_setting_that_one_of_two_runs_has_makes_clips_again(
+    written: TwoClipRun, chain: TwoClipRun, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whether the earlier or the later run has the setting."""
-    wrong, all_flags = [], [flags.split() for flags in OTHER_SETTINGS]
-    chain.write_clips()
-    assert chain.make_clip_files().count_finished() == 2
-    wrong += [flags for flags in all_flags if chain.make_clip_files(*flags).count_finished()]
-    for flags in all_flags:
-        chain.write_clips(*flags)
-        wrong += [flags] if chain.make_clip_files().count_finished() else []
-    assert chain.make_clip_files(*all_flags[-1]).count_finished() == 2 and not wrong
+    chain.write_clips(*OTHER_SETTINGS)
+    assert chain.make_clip_files(*OTHER_SETTINGS).count_finished() == 2
+    names = sorted(str(word)[2:] for word in OTHER_SETTINGS[::2])
+    message = f"clip 1 is generated again, because it differs in {', '.join(names)}."
+    with caplog.at_level("INFO", "wan"):
+        for files in (chain.make_clip_files(), written.make_clip_files(*OTHER_SETTINGS)):
+            caplog.clear()
+            assert files.count_finished() == 0 and message in caplog.text
 
 
-def test_changes_that_keep_clips(chain: TwoClipRun, tmp_path: Path) -> None:
-    """Another number of clips, offload, saved latents, and input files with the same content."""
-    chain.write_clips()
+def test_changes_that_keep_clips(chain: TwoClipRun) -> None:
+    """Another folder, number of clips, way to offload, and saved latents."""
     assert chain.make_clip_files("--num_clip", 3).count_finished() == 2
     assert chain.make_clip_files("--num_clip", 1).count_finished() == 1
     assert chain.make_clip_files("--offload_model", "block", "--save_latents").count_finished() == 2
-    copied_run = TwoClipRun(tmp_path / "there")
-    shutil.copytree(chain.make_clip_files().folder, copied_run.make_clip_files().folder)
-    assert copied_run.make_clip_files().count_finished() == 2
 
 
 def test_another_file_of_a_lora_makes_clips_again(chain: TwoClipRun) -> None:
     """Also a file of the same name and size, and the same file with another strength."""
-    chain.write_clips()
     assert chain.make_clip_files(strength=0.6).count_finished() == 0
     chain.write_lora(2.0)
     assert chain.make_clip_files().count_finished() == 0
@@ -130,7 +132,6 @@ def test_another_file_of_a_lora_makes_clips_again(chain: TwoClipRun) -> None:
 
 def test_a_changed_state_makes_its_clip_again(chain: TwoClipRun) -> None:
     """Its metadata are those of the clip."""
-    chain.write_clips()
     path = chain.make_clip_files().folder / "0002.safetensors"
     with safe_open(path, "pt") as file:
         metadata, end = file.metadata(), file.get_tensor("end")
@@ -144,15 +145,13 @@ def test_a_clip_replaced_by_one_of_another_run(
 ) -> None:
     """Both runs have the same settings, but different clip states after the first clip."""
     other = TwoClipRun(tmp_path / "other")
-    chain.write_clips()
     other.write_clips(end=5.0)
-    if name == "0002.safetensors":  # whose state matches its own video
-        shutil.copy(other.make_clip_files().folder / "0002.mp4", chain.make_clip_files().folder)
-    else:
-        (other.make_clip_files().folder / name).write_bytes(
-            (other.make_clip_files().folder / "0001.mp4").read_bytes()
-        )
-    shutil.copy(other.make_clip_files().folder / name, chain.make_clip_files().folder)
+    theirs, ours = other.make_clip_files().folder, chain.make_clip_files().folder
+    if name == "0002.mp4":
+        shutil.copy(theirs / "0001.mp4", ours / name)
+    else:  # with the video that its digest is of
+        shutil.copy(theirs / "0002.mp4", ours)
+        shutil.copy(theirs / name, ours)
     assert chain.make_clip_files().count_finished() == 1
 
 
@@ -210,63 +209,43 @@ def again(
     return is_there
 
 
-def test_existing_videos_are_skipped(again: Callable[..., bool]) -> None:
-    """A drawn seed and default values do not count as differences."""
-    for name, line in LINES.items():
-        assert again(name, line)
-    assert again("drawn", LINES["drawn"] | {"seed": -1})
-    assert again("plain", LINES["plain"] | {"sample_steps": 2})
-    assert again("plain", LINES["plain"], "--save_latents") is False
-    assert not again("none", LINES["plain"])
+AGAIN: dict[str, tuple[str, dict[str, Any], tuple[str, ...], bool]] = {
+    # case -> name of the video, changes of its line, flags, and whether the video is skipped
+    "the same": ("plain", {}, (), True),
+    "the same with more settings": ("more", {}, (), True),
+    "a drawn seed": ("drawn", {}, (), True),
+    "a seed that is drawn by its value": ("drawn", {"seed": -1}, (), True),
+    "a default": ("plain", {"sample_steps": 2}, (), True),
+    "the default precision on a CPU": ("plain", {}, ("--precision", "fp32"), True),
+    "a record of a version without the setting": ("old", {}, (), True),
+    "no record": ("bare", {"seed": 2}, (), True),
+    "no video": ("none", {}, (), False),
+    "latents": ("plain", {}, ("--save_latents",), False),
+    "another precision": ("plain", {}, ("--precision", "bf16"), False),
+    "another seed": ("plain", {"seed": 2}, (), False),
+    "other steps": ("plain", {"sample_steps": 3}, (), False),
+    "a boundary that only the line has": ("plain", {"boundary_step": 1}, (), False),
+    "another prompt": ("drawn", {"prompt": "b"}, (), False),
+    "a boundary that only the record has": ("more", {"boundary_step": None}, (), False),
+    "a prompt that only the record has": ("more", {"negative_prompt": None}, (), False),
+    "boundary 0": ("more", {"boundary_step": 0}, (), False),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("plain", {"seed": 2}),
-        ("plain", {"sample_steps": 3}),
-        ("plain", {"boundary_step": 1}),
-        ("drawn", {"prompt": "b"}),
-        ("more", {"boundary_step": None}),
-        ("more", {"negative_prompt": None}),
-        ("more", {"boundary_step": 0}),
-    ],
-    ids=str,
-)
-def test_a_video_of_other_settings_is_made_again(
-    name: str, change: dict[str, Any], again: Callable[..., bool]
+def test_existing_videos_are_skipped_if_they_would_be_the_same(
+    again: Callable[..., bool], tmp_path: Path
 ) -> None:
-    """Whether only the line or only the record of the video has the setting."""
-    line = {key: value for key, value in (LINES[name] | change).items() if value is not None}
-    assert not again(name, line)
-
-
-def test_a_video_of_another_precision_is_made_again(again: Callable[..., bool]) -> None:
-    """The default precision on the CPU is float32."""
-    assert again("plain", LINES["plain"], "--precision", "fp32")
-    assert not again("plain", LINES["plain"], "--precision", "bf16")
-
-
-# Latents that are decoded again. The new video gets an unused name.
-
-
-@pytest.mark.parametrize(
-    ("existing", "name"),
-    [
-        ([], "v.mp4"),
-        (["v.mp4"], "v-2.mp4"),
-        (["v.json"], "v-2.mp4"),
-        (["v.mp4", "v-2.json"], "v-3.mp4"),
-    ],
-)
-def test_decoding_writes_over_no_video_and_no_record(
-    existing: list[str], name: str, tmp_path: Path
-) -> None:
-    """Also if a video was moved away and only its record exists."""
-    run = resolve_argv([*COMMON, "--save_file", str(tmp_path / "v.mp4")])
-    latents = tmp_path / "x.safetensors"
-    save_latents(torch.zeros(run.params.latent_shape), latents, run.settings)
-    for file in existing:
-        (tmp_path / file).touch()
-    decode_run = resolve_argv(["--decode_latents", str(latents)])
-    assert decode_run.output.save_file == tmp_path / name
+    folder = tmp_path / "out"
+    for name in ("old", "bare"):
+        shutil.copy(folder / "plain.mp4", folder / f"{name}.mp4")
+    record = json.loads((folder / "plain.json").read_text())
+    del record["settings"]["sigmas"]
+    (folder / "old.json").write_text(json.dumps(record))
+    wrong = []
+    for case, (name, change, flags, is_skipped) in AGAIN.items():
+        line = {
+            k: x for k, x in (LINES.get(name, LINES["plain"]) | change).items() if x is not None
+        }
+        if again(name, line, *flags) != is_skipped:
+            wrong.append(case)
+    assert not wrong

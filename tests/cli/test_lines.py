@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.pipelines import resolve_argv
 from wan.app.run import Run
+from wan.media.video_writer import write_video
+from wan.settings.command import Output
 
 SIZE = ["--task", "t2v-A14B", "--size", "32*32", "--frame_num", "5"]
 
@@ -42,12 +45,18 @@ def test_lines_keep_the_seed_of_a_record(tmp_path: Path) -> None:
     run = resolve_lines(tmp_path, lines, "--from_json", str(record))
     runs = [line.run for line in run.with_seed(100).lines if line.run is not None]
     assert [entry.params.base_seed for entry in runs] == [7, 5]
+    refused = resolve_lines(tmp_path, ["a", {"prompt": "b", "seed": "x"}]).lines[1]
+    assert refused.error == "seed x must be a whole number.", "as it is written"
 
 
-def test_a_comment_begins_with_a_space(tmp_path: Path) -> None:
-    run = resolve_lines(tmp_path, ["# a note", "#1 on the grid", "#", " # another", "b"])
+def test_lines_of_text(tmp_path: Path) -> None:
+    """A comment begins with "# "; lines end where editors end them; numbers count all lines."""
+    star = "a red\u2028star\x85"
+    texts = ["# a note", "#1 on the grid", "#", " # another", "b\r", "", json.dumps(star)[1:-1]]
+    texts.append(json.dumps({"prompt": star}, ensure_ascii=False))
+    run = resolve_lines(tmp_path, [*texts])
     found = {line.number: line.run.params.prompt for line in run.lines if line.run}
-    assert found == {2: "#1 on the grid", 5: "b"}
+    assert found == {2: "#1 on the grid", 5: "b", 7: r"a red\u2028star\u0085", 8: star}
 
 
 def test_names_of_long_prompts_fit_into_a_file_system(tmp_path: Path) -> None:
@@ -55,6 +64,11 @@ def test_names_of_long_prompts_fit_into_a_file_system(tmp_path: Path) -> None:
     run = resolve_lines(tmp_path, ["a" * 300, "дом " * 90, "猫" * 90])
     names = [line.run.output.save_file.stem for line in run.lines if line.run]
     assert names == ["001_" + "a" * 40, "002_дом_дом_дом_дом_дом_до", "003_" + "猫" * 13]
+    assert all(
+        line.run.settings["save_file"] == str(line.run.output.save_file)
+        for line in run.lines
+        if line.run
+    )
 
 
 def test_ranks_may_draw_other_seeds_and_name_no_other(tmp_path: Path) -> None:
@@ -101,10 +115,29 @@ def test_a_line_wins_over_the_command(
 
 
 def test_two_lines_of_one_record(tmp_path: Path) -> None:
-    """Names that differ only in the case of .mp4, or by a link, are the same video or record."""
+    """Names that differ only in the case of .mp4, or by a link, are the same video or record.
+
+    The refusal names the line that has the video.
+    """
     (tmp_path / "out" / "a").mkdir(parents=True)
     (tmp_path / "out" / "b").symlink_to(tmp_path / "out" / "a")
-    names = ["x.mp4", "x.MP4", "./x.mp4", "a/y.mp4", "b/y.mp4", "b/z.mp4", "y.mp4"]
+    names = ["x.mp4", "x.MP4", "../out/x.mp4", "a/y.mp4", "b/y.mp4", "b/z.mp4", "y.mp4"]
     run = resolve_lines(tmp_path, [{"prompt": "a", "save_file": name} for name in names])
-    refused = {names[line.number - 1] for line in run.lines if line.error}
-    assert refused == {"x.MP4", "./x.mp4", "b/y.mp4"}
+    refused = {names[line.number - 1]: line.error for line in run.lines if line.error}
+    first_lines = {"x.MP4": 1, "../out/x.mp4": 1, "b/y.mp4": 4}
+    assert refused.keys() == first_lines.keys()
+    assert all(f"video of line {first_lines[name]} already" in refused[name] for name in refused)
+
+
+def test_a_line_may_continue_the_video_of_an_earlier_line(tmp_path: Path) -> None:
+    """With --skip_existing, which keeps a finished video; else that would replace the input."""
+    (tmp_path / "out").mkdir()
+    source = tmp_path / "out" / "a.mp4"
+    write_video(torch.zeros(3, 5, 32, 32), Output(source, fps=16), json.dumps({"wan": "1"}))
+    lines = [{"prompt": "a", "save_file": "a.mp4"}, {"prompt": "b", "src_video": str(source)}]
+    refused, kept = (
+        resolve_lines(tmp_path, [*lines], *more) for more in ((), ("--skip_existing",))
+    )
+    (error,) = (line.error for line in refused.lines if line.error)
+    assert f"would replace {source} (src_video of line 2)" in error
+    assert refused.lines[0].error and not any(line.error for line in kept.lines)

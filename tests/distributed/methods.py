@@ -11,6 +11,7 @@ from wan.kernels.forward_context import StepInfo
 from wan.kernels.fp8 import Fp8Attention, Fp8Quantizer, Rotations, make_sylvester_rotation
 from wan.kernels.interfaces import AttentionBackend, AttentionInput
 from wan.kernels.rainfusion import RainFusionAttention
+from wan.kernels.sdpa import SdpaKernel
 
 HEAD_DIM = 16
 SPARSITY = 0.5
@@ -33,6 +34,15 @@ class Kind(NamedTuple):
 
 
 KINDS = (Kind("fp8"), Kind("fp8", transport=True), Kind("v2"), Kind("v3"), Kind("v3-fp8"))
+
+
+class GatheringKernel(SdpaKernel):
+    """A kernel without log-sum-exp: partial results cannot be merged; the ring gathers K/V."""
+
+    can_return_lse = False
+
+    def with_lse(self, *_: Tensor) -> tuple[Tensor, Tensor]:
+        raise AssertionError("this kernel knows no log-sum-exp")
 
 
 def make_methods(

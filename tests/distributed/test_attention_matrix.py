@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dist import run_on_ranks
+from tests.distributed.methods import GatheringKernel
 from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
 from wan.kernels.interfaces import Kernel
 from wan.kernels.sdpa import SdpaKernel
@@ -30,15 +31,6 @@ HEADS = (12, 24, 40)
 TOKENS = (9, 3, 67, 264)  # 264 needs no padding; of 3, and of 9 on 8 ranks, rings hold much padding
 DTYPES = ("float32", "bfloat16")
 BATCH, HEAD_DIM = 2, 16
-
-
-class GatheringKernel(SdpaKernel):
-    """A kernel without log-sum-exp: partial results cannot be merged; the ring gathers K/V."""
-
-    can_return_lse = False
-
-    def with_lse(self, *_: Tensor) -> tuple[Tensor, Tensor]:
-        raise AssertionError("this kernel knows no log-sum-exp")
 
 
 @lru_cache(4)

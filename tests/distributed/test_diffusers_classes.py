@@ -21,8 +21,8 @@ SETTINGS: dict[int, list[Settings]] = {
     3: [{"ring_size": 3}],
 }
 STEPS = 6
-PLAIN_CASES = {"video", "control, low noise", "modular 2.2 image"}
-CACHED_CASES = {"animate", "modular image", "modular 2.2"}
+PLAIN_CASES = {"control, low noise", "modular 2.2 image"}
+CACHED_CASES = {"animate", "video", "control, high noise", "modular image"}
 # The first one skips no step, the second one three.
 CACHES = ("steps:0,1,2,3,4,5", "steps:0,2,4")
 

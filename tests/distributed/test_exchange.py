@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from tests.dist import run_on_ranks
 from tests.refusals import check_refusals
 from wan.distributed.ulysses import all_to_all_4D, start_all_to_all_4D
+from wan.utils.torch_private import StorageTracker
 
 pytestmark = pytest.mark.dist
 
@@ -103,6 +105,26 @@ def test_a_view_with_gaps() -> None:
 def test_slices_of_the_whole(work: Callable[[], None]) -> None:
     for world in WORLDS:
         run_on_ranks(world, work)
+
+
+def count_kept_bytes() -> list[int]:
+    """Return the bytes that a handle keeps after its exchange, for either direction."""
+    kept = []
+    for axes in ((2, 1), (1, 2)):
+        with StorageTracker("cpu") as tracker:
+            pending = start_all_to_all_4D(torch.zeros(1, 4, 4, 1000), *axes, None)
+            result = pending.wait()
+        deadline = time.monotonic() + 5  # gloo's thread frees its own references a little later
+        while tracker.live_bytes.total() > result.nbytes and time.monotonic() < deadline:
+            time.sleep(0.001)
+        kept.append(tracker.live_bytes.total() - result.nbytes)
+        assert pending.name == "x"  # it still exists
+    return kept
+
+
+def test_a_handle_keeps_no_memory() -> None:
+    """A call with overlap has the handles of all chunks."""
+    assert run_on_ranks(2, count_kept_bytes) == [[0, 0]] * 2
 
 
 def collect_exchange_refusals() -> dict[str, str]:

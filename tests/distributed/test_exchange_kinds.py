@@ -5,7 +5,6 @@ Legend: B batch, S all tokens, N heads, D head size. Padding that is not exchang
 
 from __future__ import annotations
 
-import weakref
 from math import prod
 from typing import Any
 
@@ -26,6 +25,7 @@ from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
 from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import make_rope_table
 from wan.settings.attention_modes import TokenPlan
+from wan.utils.torch_private import StorageTracker
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 
@@ -125,43 +125,43 @@ def test_heads_that_ranks_do_not_divide(ranks: int, heads: int) -> None:
         assert all(torch.equal(outputs[way], outputs["0", "split"]) for outputs, *_ in shares)
 
 
-class ReferenceCounter(SdpaKernel):
-    """The SDPA kernel; `counts` has how many of some tensors existed in each call."""
+class MeasuredKernel(SdpaKernel):
+    """The SDPA kernel; `live` has the bytes of all tensors in each call."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracker: StorageTracker) -> None:
         super().__init__()
-        self.references: list[weakref.ref[Tensor]] = []
-        self.counts: list[int] = []
+        self.tracker = tracker
+        self.live: list[int] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
-        self.counts.append(sum(reference() is not None for reference in self.references))
+        self.live.append(self.tracker.live_bytes.total())
         return super().__call__(q, k, v)
 
 
 @torch.no_grad()
-def count_kept_tensors(exchange: str) -> dict[str, list[int]]:
-    """On one rank: count by mode the written tensors that exist during each attention kernel."""
-    counts = {}
+def measure_live_bytes(exchange: str) -> dict[str, list[float]]:
+    """On one rank: by mode, the bytes in each attention call, as multiples of those of q."""
+    multiples = {}
     for mode in ROWS:
-        kernel, chunks = ReferenceCounter(), None if mode == "0" else 3
-        layer = attention_layer(Topology(2, 1), mode, kernel, exchange=exchange, chunks=chunks)
-        call = layer.start(torch.empty(1, 6, 32), 8)
-        for index in range(3):
-            x = torch.randn(1, 6, 8, 4)
-            kernel.references.append(weakref.ref(x))
-            call.write(index, x)
-        del x
-        call.finish()
-        counts[mode] = kernel.counts
-    return counts
+        with StorageTracker("cpu") as tracker:
+            kernel = MeasuredKernel(tracker)
+            chunks = None if mode == "0" else 3
+            layer = attention_layer(Topology(2, 1), mode, kernel, exchange=exchange, chunks=chunks)
+            call = layer.start(torch.empty(1, 6, 32), 8)
+            for index in range(3):
+                call.write(index, torch.randn(1, 6, 8, 4))
+            call.finish()
+        multiples[mode] = [live / (6 * 32 * 4) for live in kernel.live]
+    return multiples
 
 
-def test_q_k_and_v_are_freed_when_their_last_chunk_is_sent() -> None:
-    """A send buffer keeps none of them: they are copied when they are written."""
-    kept = {"0": [0], "1": [3, 3, 0], "2": [3, 3, 3, 3, 0, 0], "overlap": [3, 0, 0]}
-    assert run_on_ranks(2, count_kept_tensors, "split") == [kept] * 2
-    none_kept = {mode: [0] * len(counts) for mode, counts in kept.items()}
-    assert run_on_ranks(2, count_kept_tensors, "fused") == [none_kept] * 2
+@pytest.mark.parametrize("exchange", ["split", "fused"])
+def test_q_k_and_v_are_freed_when_their_last_chunk_is_sent(exchange: str) -> None:
+    """Later the memory of q, k and v, or of the send buffer, is that of the result."""
+    for multiples in run_on_ranks(2, measure_live_bytes, exchange):
+        assert multiples.pop("0") == [3], "what has been received"
+        for mode, (first, *_, last) in multiples.items():
+            assert last <= first - 2, mode
 
 
 def compute_gradients(exchange: str) -> list[Tensor]:

@@ -5,6 +5,7 @@ All cases of a test run at the same time, because they mostly wait.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -25,7 +26,11 @@ from tests.dist import Ranks, free_port, make_rank_envs
 from tests.refusals import check_refusals
 from wan import device as devices
 from wan.app.failures import describe_error, print_error, raise_on_sigterm
+from wan.app.launch import execute_run
+from wan.app.run import Run
+from wan.distributed.gloo_group import GlooGroup
 from wan.distributed.mesh import ParallelGroups
+from wan.distributed.rank_env import RankEnv
 from wan.distributed.rendezvous import (
     PreparedRun,
     RankStatus,
@@ -34,6 +39,7 @@ from wan.distributed.rendezvous import (
     find_first_mismatch,
     run_ranks,
 )
+from wan.distributed.watchdog import Watchdog
 from wan.settings.errors import InputError
 from wan.utils import system
 
@@ -143,7 +149,52 @@ def wait_for_all_ranks(team: ParallelGroups) -> None:
     collectives.all_reduce(torch.zeros(1))
 
 
+def check_watchdog(message: list[object], is_lost: bool) -> int:
+    """Rank 0 gets a message of rank 1, which then ends; returns 0 if it is lost as expected."""
+    store = collectives.HashStore()
+    watchdog = Watchdog(RankEnv(0, 2, 0, "", "", 0, False, True, "0"), store, print_error)
+    port, token, peer = json.loads(store.get("rank 0"))
+    hello = ["hello", token, peer | {"rank": 1}]
+    with socket.create_connection(("localhost", port)) as rank1:
+        for line in [hello, message] if message[0] != "hello" else [[*message, *hello[2:]]]:
+            rank1.sendall(json.dumps(line).encode() + b"\n")
+    sentence = watchdog.describe_loss(2 if is_lost else 0.3)
+    return int((sentence is not None and "Rank 1 ended unexpectedly" in sentence) != is_lost)
+
+
+def test_who_is_lost() -> None:
+    """Not a rank that has signed off, nor a program without the token."""
+    messages = {"gone": ["pong"], "signed off": ["left"], "other program": ["hello", "a guess"]}
+    run_cases(
+        {
+            name: Case([{}], check_watchdog, (message, name == "gone"), [0])
+            for name, message in messages.items()
+        }
+    )
+
+
 # How ranks start and agree
+
+
+def read_limits() -> int:
+    """Prints the limits of a run's groups, and its attention that all ranks must share."""
+
+    def execute(run: Run, groups: ParallelGroups | None) -> int:
+        assert groups is not None and groups.timeout is not None
+        print_line(f"{groups.timeout.total_seconds():g} s")
+        gloo = GlooGroup(groups)
+        assert gloo.gather(rank()) == [0, 1] and gloo.all_reduce_max(rank()) == 1
+        options = gloo._group._get_backend(torch.device("cpu")).options
+        assert options._timeout == groups.timeout
+        return 3 + rank()
+
+    return execute_run(lambda: {"device": "cpu", "dist_timeout": 0.5}, execute)
+
+
+def test_limits_of_a_run() -> None:
+    """--dist_timeout is in minutes; a hung rank is reported ten seconds before groups give up."""
+    ranks = run_cases({"run": Case(make_rank_envs(2), read_limits, (), [3, 4])})["run"]
+    assert [text.splitlines()[-1] for text in ranks.texts] == ["40 s"] * 2
 
 
 def start_equal_ranks() -> int:

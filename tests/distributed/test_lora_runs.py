@@ -12,14 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.conftest import slow
-from tests.dist import Ranks, make_rank_envs
-from tests.distributed.test_torchrun import latents
+from tests.distributed import test_runs
+from tests.distributed.test_runs import QUICK
 from tests.gguf_files import make_gguf_folders
-from wan.cli import main as generate
 from wan.testing.random_checkpoint import make_checkpoint
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("torchrun")]  # it takes no pools
-QUICK = ["--size", "64*48", "--frame_num", "5", "--base_seed", "7", "--save_latents"]
 EXPERTS = ("high_noise", "low_noise")
 
 
@@ -58,10 +56,7 @@ def _single(folder: Path, expert: str) -> Path:
 
 
 def make_latents(ranks: int, arguments: list[str], out: Path) -> Tensor:
-    variables = make_rank_envs(ranks) if ranks > 1 else [{}]
-    with Ranks(variables, generate.main, [*arguments, "--save_file", str(out)]) as processes:
-        assert not any(processes.wait_for_exit(180)), processes.format_outputs()
-    return latents(out)
+    return test_runs.make_latents(ranks, arguments, out)[0]
 
 
 @pytest.mark.parametrize(
@@ -69,8 +64,7 @@ def make_latents(ranks: int, arguments: list[str], out: Path) -> Tensor:
     [
         slow(1, ""),
         slow(2, "--comm_type 1 --dit_fsdp"),
-        slow(4, "--cfg_size 2 --dit_fsdp"),
-        slow(2, "--offload_model true --ring_size 2"),
+        slow(4, "--cfg_size 2 --offload_model true"),
         slow(2, "--offload_model block --ring_size 2"),
     ],
 )
@@ -176,7 +170,6 @@ def scaled(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
         slow(1, "--fp8_weights keep"),
         slow(1, "--fp8_weights upcast"),
         slow(1, ""),
-        slow(2, "--comm_type 1"),
         slow(2, "--dit_fsdp --comm_type 1"),
     ],
 )
@@ -215,16 +208,14 @@ def test_plain_fp8_files(tiny: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "flags"),
+    ("kind", "ranks", "flags"),
     [
-        (1, "--gguf_weights keep"),
-        (2, "--comm_type 1 --gguf_weights keep"),
-        (2, "--dit_fsdp --comm_type 2"),
-        (4, "--cfg_size 2 --ring_size 2 --offload_model block"),
-        (4, "--dit_fsdp --cfg_size 2"),
+        ("Q4_K", 1, "--gguf_weights keep"),
+        ("Q8_0", 2, "--comm_type 1 --gguf_weights keep"),
+        ("Q4_K", 2, "--dit_fsdp --comm_type 2"),
+        ("Q8_0", 4, "--cfg_size 2 --ring_size 2 --offload_model block"),
     ],
 )
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
 def test_gguf_files(ranks: int, flags: str, kind: str, wide_gguf: Any, tmp_path: Path) -> None:
     """With and without a LoRA: the latents of the dequantized values, merged in float64."""
     files, plain, lora, merged = wide_gguf(kind)

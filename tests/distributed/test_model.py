@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.dist import run_on_ranks
+from tests.distributed.methods import make_small_methods
 from tests.distributed.topology import ROWS, Topology, attention_layer, make_block_attention
 from tests.refusals import check_refusals
 from wan.distributed.sequence_shards import ShardedSequence
@@ -213,6 +214,11 @@ def test_refusals_of_the_layer() -> None:
         with pytest.raises(ValueError) as refusal:
             FAPowerCapAttention(**keywords)
         messages[name] = str(refusal.value)
+    layer = FAPowerCapAttention(comm_type=0, methods=make_small_methods("fp8"))
+    reference: Any = object()
+    with pytest.raises(ValueError) as refusal:
+        layer.start(torch.zeros(1, 4, 8), 1, reference=reference)
+    messages["reference with FP8"] = str(refusal.value)
     (messages["one head"],) = {
         text for texts in run_on_ranks(2, attend_with_one_head) for text in texts
     }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from socket import gethostname
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tests.refusals import check_refusals
 from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel, check_guidance, resolve_topology
+from wan.utils import system
 
 pytestmark = pytest.mark.dist
 HEADS, TOKENS = 12, 36  # of the grid below; not divisible by 8
@@ -147,6 +150,29 @@ def read_group_timeouts() -> list[float]:
 def test_every_group_waits_as_long() -> None:
     for seconds in dist.run_on_ranks(4, read_group_timeouts):
         assert seconds == [47.0] * 5
+
+
+def read_common_times() -> list[tuple[int, int]]:
+    """Return (this rank's clock before, the common time) on one and on two machines."""
+    from wan import device as devices
+    from wan.distributed.mesh import make_parallel_groups
+
+    rank, clock, readings = torch.distributed.get_rank(), time.perf_counter_ns, []
+    team = make_parallel_groups(devices.select_device("cpu"), (1, 1, 2))
+    for machine in ("", f"machine {rank}"):
+        with (
+            patch.object(system, "read_machine_id", lambda machine=machine: machine),
+            patch.object(time, "perf_counter_ns", lambda: clock() + rank * 10**15),
+        ):
+            readings.append((time.perf_counter_ns(), team.get_common_time()[0]))
+    return readings
+
+
+def test_ranks_have_a_common_time() -> None:
+    """Ranks of another machine than that of rank 0 have another clock."""
+    (same0, own0), (same1, own1) = dist.run_on_ranks(2, read_common_times)
+    assert same0[1] == same1[1] and 0 < own0[1] - own0[0] < 10**14
+    assert 0 < own1[1] - own1[0] < 10**14
 
 
 def run_python_class(folder: str, init_kwargs: dict[str, Any]) -> Any:

@@ -5,7 +5,6 @@ Ranks are forked, or started by torchrun where its behavior is tested too.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -41,59 +40,22 @@ def make_arguments(task: str, tiny: Tiny, *extra_flags: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny, image_path, tmp_path_factory: pytest.TempPathFactory):
-    """alone(task): the arguments of a run, and its latents made by one process."""
-    base, latents_by_key = tmp_path_factory.mktemp("alone"), {}
-
-    def run_once(task: str, *extra_flags: str) -> tuple[list[str], Any]:
-        arguments = make_arguments(task, tiny, *extra_flags)
-        if task.startswith(("i2v", "flf2v")):
-            arguments += ["--image", str(image_path)]
-        if task == "flf2v-14B":
-            arguments += ["--last_image", str(image_path)]
-        if task == "ti2v-5B":  # its tokens are twice as large
-            arguments += ["--size", "64*96"]
-        key = (task, *extra_flags)
-        if key not in latents_by_key:
-            out = base / f"{len(latents_by_key)}.mp4"
-            with Ranks([{}], generate.main, [*arguments, "--save_file", str(out)]) as process:
-                assert process.wait_for_exit() == [0], process.format_outputs()
-            latents_by_key[key] = latents(out)
-        return arguments, latents_by_key[key]
-
-    return run_once
+def alone(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Any]:
+    """The arguments of a run, and its latents made by one process."""
+    arguments, out = make_arguments("t2v-A14B", tiny), tmp_path_factory.mktemp("alone") / "v.mp4"
+    with Ranks([{}], generate.main, [*arguments, "--save_file", str(out)]) as process:
+        assert process.wait_for_exit() == [0], process.format_outputs()
+    return arguments, latents(out)
 
 
 def check_video(codes: list[int], output: str, video: Path, expected: Any) -> None:
     assert not any(codes), output
     assert (latents(video) - expected).abs().max().item() <= 1e-4
-    assert sorted(p.suffix for p in video.parent.glob(f"{video.stem}.*")) == [
-        ".json",
-        ".mp4",
-        ".safetensors",
-    ]
 
 
 def generate_each(arguments: list[list[str]]) -> int:
     """On one rank: run generate.py with this rank's arguments."""
     return generate.main(arguments[int(os.environ["RANK"])])
-
-
-@pytest.mark.slow
-def test_a_full_topology(alone, tmp_path: Path) -> None:
-    """Guidance halves, all weights sharded, InsertComm; the record lists them."""
-    arguments, expected = alone("t2v-A14B")
-    out = tmp_path / "v.mp4"
-    flags = ["--cfg_size", "2", "--dit_fsdp", "--t5_fsdp", "--comm_type", "1"]
-    flags += ["--save_file", str(out)]
-    with Ranks(make_rank_envs(4), generate_each, [[*arguments, *flags]] * 4) as ranks:
-        codes = ranks.wait_for_exit(180)
-    check_video(codes, ranks.format_outputs(), out, expected)
-    log = ranks.texts[0]
-    assert log.count("InsertComm, 10 head chunks of 2 per rank; ulysses 2 x ring 1 x cfg 2") == 1
-    assert log.count("Chosen: --cfg_size 2 --ring_size 1 --ulysses_size 2") == 1
-    used = json.loads(out.with_suffix(".json").read_text())["used"]
-    assert used["comm_type"] == 1 and used["cfg_size"] == 2 and used["dit_fsdp"]
 
 
 def run_machine(arguments: list[list[str]]) -> int:
@@ -106,7 +68,7 @@ def run_machine(arguments: list[list[str]]) -> int:
 
 @pytest.mark.slow
 def test_two_machines(alone, tmp_path: Path) -> None:
-    arguments, expected = alone("t2v-A14B")
+    arguments, expected = alone
     arguments = [*arguments, "--comm_type", "2", "--save_file"]
     out, other = tmp_path / "v.mp4", tmp_path / "other" / "v.mp4"
     variables = [
@@ -119,31 +81,17 @@ def test_two_machines(alone, tmp_path: Path) -> None:
     assert not other.parent.exists(), "only rank 0 writes"
 
 
-TABLE = [
-    ("t2v-A14B", 2, ["--comm_type", "2"]),
-    ("t2v-A14B", 2, ["--fa_alltoall_overlap"]),
-    ("t2v-A14B", 2, ["--ulysses_size", "1"]),
-    ("t2v-A14B", 4, ["--ring_size", "2", "--ring_type", "bidirectional", "--comm_type", "2"]),
-    ("t2v-A14B", 4, ["--ulysses_size", "1", "--ring_type", "bidirectional"]),
-    ("t2v-A14B", 8, ["--cfg_size", "2", "--ring_size", "2", "--comm_type", "1", "--dit_fsdp"]),
-    ("t2v-A14B", 8, ["--ulysses_size", "8", "--comm_type", "1"]),
-    ("t2v-A14B", 2, ["--offload_model", "true", "--t5_cpu", "--dit_fsdp"]),
-    ("t2v-A14B", 2, ["--offload_model", "block", "--comm_type", "1"]),
-    ("t2v-A14B", 2, ["--compile", "--comm_type", "1"]),
-    ("i2v-A14B", 4, ["--cfg_size", "2", "--comm_type", "2"]),
-    ("ti2v-5B", 4, ["--cfg_size", "2", "--comm_type", "1"]),
-    ("ti2v-5B", 4, ["--ring_size", "2", "--dit_fsdp", "--t5_fsdp"]),
-    ("t2v-1.3B", 4, ["--comm_type", "1"]),
-    ("i2v-14B", 2, ["--comm_type", "1", "--offload_model", "false"]),
-    ("i2v-14B", 4, ["--cfg_size", "2", "--comm_type", "2", "--dit_fsdp"]),
-    ("flf2v-14B", 3, ["--ring_size", "3", "--dit_fsdp", "--text_kv_cache", "false"]),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("task", "ranks", "flags"), TABLE, ids=lambda x: str(x).replace("--", ""))
-def test_topologies(task: str, ranks: int, flags: list[str], alone, tmp_path: Path) -> None:
-    arguments, expected = alone(task)
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, ["--ulysses_size", "1"]),
+        (4, ["--ring_size", "2", "--ring_type", "bidirectional", "--comm_type", "2"]),
+        (8, ["--cfg_size", "2", "--ring_size", "2", "--comm_type", "1", "--dit_fsdp"]),
+    ],
+)
+def test_topologies(ranks: int, flags: list[str], alone, tmp_path: Path) -> None:
+    arguments, expected = alone
     out = tmp_path / "v.mp4"
     process = torchrun(ranks, *arguments, *flags, "--save_file", out)
     check_video([process.returncode], process.stdout + process.stderr, out, expected)
@@ -151,10 +99,10 @@ def test_topologies(task: str, ranks: int, flags: list[str], alone, tmp_path: Pa
 
 @pytest.mark.slow
 def test_one_guidance_scale_is_1(alone, tmp_path: Path) -> None:
-    arguments, expected = alone("t2v-A14B", "--sample_guide_scale", "1,4")
-    out = tmp_path / "v.mp4"
-    process = torchrun(2, *arguments, "--cfg_size", "2", "--save_file", out)
-    check_video([process.returncode], process.stdout + process.stderr, out, expected)
+    arguments, out = alone[0], tmp_path / "v.mp4"
+    scales = ["--sample_guide_scale", "1,4"]
+    process = torchrun(2, *arguments, *scales, "--cfg_size", "2", "--save_file", out)
+    assert process.returncode == 0, process.stdout + process.stderr
     assert "Guidance is 1 for the low-noise expert" in process.stdout
 
 
@@ -268,7 +216,7 @@ def test_torchrun_ends_ranks_with_toy_work(fault: str) -> None:
 @pytest.mark.parametrize("how", ENDINGS)
 def test_all_ranks_end(how: str, alone, tmp_path: Path) -> None:
     """All ranks end and no file is left."""
-    arguments, _ = alone("t2v-A14B")
+    arguments, _ = alone
     number, sentence = ENDINGS[how]
     kind = how if number is None else "wait"
     check_ending(
@@ -314,28 +262,3 @@ def test_torchrun_ends_ranks_on_a_busy_machine(fault: str) -> None:
     finally:
         for process in busy:
             process.kill()
-
-
-EXCHANGE_CASES = [
-    (2, ["--comm_type", "1", "--dit_fsdp"]),
-    (2, ["--fa_alltoall_overlap", "--offload_model", "block"]),
-    (2, ["--comm_type", "2", "--compile"]),
-    (3, ["--comm_type", "2", "--ulysses_size", "3", "--dit_fsdp"]),
-    (4, ["--comm_type", "2", "--ring_size", "2", "--dit_fsdp"]),
-    (8, ["--comm_type", "1", "--ulysses_size", "8", "--dit_fsdp"]),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "flags"), EXCHANGE_CASES, ids=lambda x: str(x).replace("--", ""))
-def test_no_exchange_changes_a_bit(ranks: int, flags: list[str], alone, tmp_path: Path) -> None:
-    arguments, _ = alone("t2v-A14B")
-    results = []
-    for exchange in ("split", "fused"):
-        out = tmp_path / f"{exchange}.mp4"
-        line = [*arguments, *flags, "--exchange", exchange, "--save_file", str(out)]
-        with Ranks(make_rank_envs(ranks), generate_each, [line] * ranks) as processes:
-            assert not any(processes.wait_for_exit(180)), processes.format_outputs()
-        assert json.loads(out.with_suffix(".json").read_text())["used"]["exchange"] == exchange
-        results.append(latents(out))
-    assert results[0].equal(results[1]), (results[0] - results[1]).abs().max()

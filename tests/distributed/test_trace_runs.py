@@ -22,8 +22,7 @@ from torch import Tensor
 from tests import animate2_network
 from tests.conftest import slow
 from tests.dist import Ranks, make_rank_envs, run_on_ranks
-from tests.distributed.methods import make_small_methods
-from tests.distributed.test_attention_matrix import GatheringKernel
+from tests.distributed.methods import GatheringKernel, make_small_methods
 from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer, make_block_attention
 from wan.cli import main as generate

@@ -7,18 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import slow
 from tools.check_device import main
 
 # Steps that call the vendor's operators; the other steps are tested on the CPU.
-STEPS = "attention,lse,methods,int8,compiled,npu"
+QUICK = "methods,compiled,npu"
+STEPS = [QUICK, slow(f"{QUICK},attention,lse,int8")]
 
 
+@pytest.mark.parametrize("steps", STEPS)
 def test_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    steps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NPU_SIM_SOC", "220")
     file = tmp_path / "report.json"
-    code = main(["--device", "npu", "--only", STEPS, "--json", str(file)])
+    code = main(["--device", "npu", "--only", steps, "--json", str(file)])
     assert code == 0, capsys.readouterr().out
     record = json.loads(file.read_text())
     assert record["facts"]["name"] == "Ascend910B3" and not record["facts"]["large"]

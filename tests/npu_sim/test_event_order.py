@@ -20,12 +20,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from tests.dist import run_on_ranks
-from tests.distributed.topology import ROWS, Topology, make_block_attention
+from tests.distributed.topology import ROWS, Topology
 from tests.npu_sim.ranks import (
-    HEAD_DIM,
     KINDS,
     Grid,
     Kind,
@@ -34,14 +32,10 @@ from tests.npu_sim.ranks import (
     make_step_info,
     select_kernels_for,
 )
-from wan.distributed.sequence_shards import ShardedSequence
 from wan.kernels import fp8 as quant
 from wan.kernels import rainfusion as sparse
 from wan.kernels.forward_context import StepInfo
-from wan.modules.interfaces import ModelComponents
-from wan.modules.model import WanModel
 from wan.settings.attention_modes import TokenPlan, count_heads_per_chunk
-from wan.settings.numerics import keeps_fp32
 
 pytestmark = pytest.mark.dist
 
@@ -185,48 +179,3 @@ def test_masks_of_later_steps() -> None:
         )
         steps = [dense, planned, planned.replace("plan ", ""), planned]
         assert run_on_ranks(2, attend_at_steps, kind, mode) == [steps] * 2, mode
-
-
-def forward_a_model(kind: Kind, mode: str, layers: int) -> str:
-    """Run a model with the dtypes of a run; [16,4,32,32] latents have the grid (4,16,16)."""
-    torch.manual_seed(0)
-    kernels, events = select_kernels_for(kind), []
-    multiple = kind.attention.row_multiple(1)
-    net = WanModel(
-        dim=HEADS * HEAD_DIM,
-        ffn_dim=64,
-        num_heads=HEADS,
-        num_layers=layers,
-        text_dim=16,
-        text_len=8,
-        components=ModelComponents(
-            make_block_attention(make_layer(Topology(2, 1), mode, kernels)),
-            kernels.cross_attention_kernel,
-            ShardedSequence(None, multiple, kernels.token_order),
-        ),
-    )
-    for name, parameter in net.named_parameters():
-        parameter.data = parameter.data.to(torch.float32 if keeps_fp32(name) else torch.bfloat16)
-    for block in net.blocks:
-        block.cross_attn.register_forward_pre_hook(lambda *_: record_event("text"))
-        block.register_forward_hook(lambda *_: record_event("end"))
-    latents, text = torch.randn(16, 4, 32, 32), torch.randn(5, 16)
-    with torch.inference_mode(), record_events(events):
-        net([latents], torch.tensor([500]), [text], 1024, step=make_step_info(kind, GRID))
-    return " ".join(events)
-
-
-def record_event(name: str) -> None:
-    from torch_npu.log import record
-
-    record(name)
-
-
-@pytest.mark.parametrize("name", ["dense", "fp8", "fp8-transport", "v2", "v3-fp8"])
-def test_a_model_communicates_in_self_attention_alone(name: str) -> None:
-    """Text attention is dense and needs no communication; velocities are gathered once."""
-    kind = KINDS[name]
-    for mode in ("0", "2"):
-        block = f"{list_expected_events(kind, 1, mode)} text FA end"
-        events_by_rank = run_on_ranks(2, forward_a_model, kind, mode, 2)
-        assert events_by_rank == [f"{block} {block} s-gather"] * 2, mode

@@ -5,14 +5,15 @@ Legend: B batch, S tokens, N heads, D head size.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -21,13 +22,19 @@ from torch import Tensor, nn
 
 from tests.dist import Ranks
 from tests.npu_sim.oracles import compute_attention, log_sum_exp, make_qkv, max_error
-from tests.npu_sim.ranks import KINDS, make_target, run_backend, select_kernels_for
+from tests.npu_sim.ranks import (
+    KINDS,
+    make_step_info,
+    make_target,
+    run_backend,
+    select_kernels_for,
+)
 from wan.kernels.fp8 import Fp8Attention, Fp8Quantizer, Rotations
 from wan.kernels.interfaces import AttentionInput
-from wan.kernels.npu import block_sparse
 from wan.kernels.npu import dense as npu
 from wan.kernels.npu import fp8 as npu_quant
 from wan.kernels.npu.clock import FrequencyCap
+from wan.kernels.registry import select_kernels
 
 Choose = Callable[[str], None]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -53,6 +60,8 @@ def test_fused(name: str, chip: Choose, calls: list[Any]) -> None:
         (call,) = calls  # the kernel is selected explicitly: none is timed first
         assert call.name == "npu_fusion_attention" and call.facts["layout"] == "BSND"
         assert call.shapes == (tuple(q.shape), tuple(k.shape), tuple(v.shape))
+        strided = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        assert torch.equal(kernel(*strided), out)
         out, lse = kernel.with_lse(q * 3, k, v)
         assert kernel.can_return_lse and lse.dtype == F32 and lse.shape == (2, 2, 200)
         torch.testing.assert_close(
@@ -101,24 +110,6 @@ def test_laser_refuses_where_mindiesd_takes_another_kernel(chip: Choose, calls: 
     for size, dtype in ((192, BF16), (64, F32)):
         with pytest.raises(ValueError, match=f"rows, heads of {size} and {dtype}"):
             kernel(*make_qkv(2048, 2048, 1, size, dtype))
-
-
-def test_kernels_a_chip_does_not_have_are_refused() -> None:
-    """Kernels assert that their chip has them; settings refuse it before."""
-    chips_by_kernel = {
-        npu.LaserKernel: "A2 A3",
-        npu_quant.NpuBlockQuantizer: "A5",
-        npu_quant.NpuFp8Attention: "A5",
-        block_sparse.RainKernelV2: "A2 A3",
-        block_sparse.RainKernelV3: "A2 A3 A5",
-    }
-    for make, chips in chips_by_kernel.items():
-        for name in ("Duo", "A2", "A3", "A5"):
-            if name in chips.split():
-                make(make_target(name))
-            else:
-                with pytest.raises(AssertionError, match=f"{name} has no"):
-                    make(make_target(name))
 
 
 def test_block_quantizer(chip: Choose, calls: list[Any]) -> None:
@@ -203,25 +194,32 @@ def test_fp8_by_blocks_heads_and_samples(chip: Choose, calls: list[Any]) -> None
     assert torch.equal(run_backend(method, q[part], k[part], v[part], None), full_output[part])
 
 
-def test_fp8_takes_any_strides(chip: Choose) -> None:
-    """Strides as after an exchange: values and scales with tokens first."""
+@pytest.mark.parametrize("name", ["fp8-transport", "v3"])
+def test_keys_get_the_layout_of_the_operator_once(name: str, chip: Choose) -> None:
+    """Keys and values as after an exchange, with tokens first; and not for each query block."""
     chip("A5")
-    quantize = npu_quant.NpuBlockQuantizer(make_target("A5"))
-    kernel = npu_quant.NpuFp8Attention(make_target("A5"))
-    q, k, v = (
-        quantize(x, rows) for x, rows in zip(make_qkv(200, 400), (128, 256, 256), strict=True)
-    )
-    output = kernel(q, k, v, BF16)
-    first, second, third = (x.map(Tensor.contiguous) for x in (q, k, v))
-    assert torch.equal(kernel(first, second, third, BF16), output)
-    expected = compute_attention(*(x.dequantize(torch.float64) for x in (q, k, v)))
-    assert max_error(output, expected) < BOUND[BF16]
+    seen: list[tuple[Tensor, Tensor]] = []
 
+    def load(name: str) -> Any:
+        operator = resolve_name(name)
+        if not name.endswith(("fused_infer_attention_score_v2", "rain_fusion_attention_v3")):
+            return operator
 
-def read_clock_frequencies(log: Path) -> list[int]:
-    """Read the frequencies that a process and its watcher have set."""
-    call_facts = [json.loads(line)["facts"] for line in Path(f"{log}.0").read_text().splitlines()]
-    return [call_fact["freq"] for call_fact in call_facts if "freq" in call_fact]
+        def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+            seen.append((k, v))  # kept, so that no later copy has the same address
+            return operator(q, k, v, **options)
+
+        return attend
+
+    kind, step = KINDS[name], make_step_info(KINDS[name], (2, 16, 16))
+    (method, *_) = select_kernels(kind.attention, make_target("A5", load=load), {}).backends
+    sent = method.quantize(*make_qkv(512, 512), 512, replace(step, layer=0))
+    q, k, v = (x.map(Tensor.contiguous) for x in sent)
+    attend = method.prepare_kv(q, k, v, replace(step, layer=0))
+    for first in (0, 256):
+        attend(q.slice_rows(first, first + 256), first)
+    (first_k, first_v), (second_k, second_v) = seen
+    assert first_k.data_ptr() == second_k.data_ptr() and first_v.data_ptr() == second_v.data_ptr()
 
 
 def test_clock_is_restored_on_every_path(chip: Choose, calls: list[Any]) -> None:
@@ -240,37 +238,26 @@ def test_clock_is_restored_on_every_path(chip: Choose, calls: list[Any]) -> None
     assert clock == [1650] + once * 2 + [1400, 1650] + [1650, 1650]
 
 
-def end_by_signal(number: signal.Signals) -> int:
+def end_in_a_block(number: int) -> int:
+    """End by a signal in the middle of a block, or orderly after it."""
     import torch_npu
 
-    assert torch_npu.npu.is_available()
+    torch_npu.npu.set_device(3)
     with FrequencyCap(1400, 1650):
-        os.kill(os.getpid(), number)
-        print("went on")
+        if number:
+            os.kill(os.getpid(), number)
+            print("went on")
+    atexit._run_exitfuncs()
     return 0
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGTERM], ids=lambda signal_number: signal_number.name
-)
-def test_clock_is_restored_in_the_middle_of_a_block(number: signal.Signals, tmp_path: Path) -> None:
-    """After SIGKILL the watcher process restores the clock; torchrun sends SIGTERM."""
-    with Ranks([{"NPU_SIM_LOG": str(tmp_path / "log")}], end_by_signal, number) as process:
-        assert (
-            process.wait_for_exit() == [-number] and "went on" not in process.format_outputs()
-        )  # and the watcher ends too
-    assert read_clock_frequencies(tmp_path / "log") == [1650, 1400, 1650]
-
-
-def test_clock_is_restored_once_by_an_orderly_end(tmp_path: Path) -> None:
-    work = (
-        "import torch_npu; from wan.kernels.npu.clock import FrequencyCap\n"
-        "with FrequencyCap(1400, 1650): pass"
-    )
-    env = os.environ | {"NPU_SIM_LOG": str(tmp_path / "log")}
-    process = subprocess.run(
-        [sys.executable, "-c", work], env=env, capture_output=True, timeout=120
-    )
-    assert process.returncode == 0, process.stderr  # its outputs are closed: no process is left
-    assert read_clock_frequencies(tmp_path / "log") == [1650, 1400, 1650]
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, 0], ids=str)
+def test_clock_is_restored_once_however_a_process_ends(number: int, tmp_path: Path) -> None:
+    """After SIGKILL the watcher process restores it, of the same device."""
+    with Ranks([{"NPU_SIM_LOG": str(tmp_path / "log")}], end_in_a_block, number) as process:
+        # The outputs are closed only when the watcher has ended, too.
+        assert process.wait_for_exit() == [-number] and "went on" not in process.format_outputs()
+    calls = [json.loads(line) for line in (tmp_path / "log.0").read_text().splitlines()]
+    clock = [call["facts"] for call in calls if call["name"] == "mindiesd.frequency_regulator"]
+    assert clock == [{"freq": freq, "device": 3} for freq in (1650, 1400, 1650)]

@@ -211,32 +211,24 @@ def test_reference_keys_are_copied_while_the_block_before_computes() -> None:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A t2v-A14B of five layers with a head size that NPU kernels support."""
-    return checkpoint.make_rig_checkpoint(
-        tmp_path_factory.mktemp("deep") / "checkpoint", heads=4, layers=5
-    )
+    """A t2v-A14B of four layers with a head size that NPU kernels support."""
+    out = tmp_path_factory.mktemp("deep") / "checkpoint"
+    return checkpoint.make_rig_checkpoint(out, heads=2, layers=4)
 
 
 COMMON_FLAGS = (
-    "--task t2v-A14B --device npu --size 64*64 --frame_num 5 --sample_steps 3 --base_seed 7"
+    "--task t2v-A14B --device npu --size 64*64 --frame_num 1 --sample_steps 3 --base_seed 7"
 )
 
 
 @pytest.mark.dist
 def test_latents_are_those_of_whole_networks(deep: Path) -> None:
-    """Two experts and both branches of guidance."""
-    argv = [*COMMON_FLAGS.split(), "--ckpt_dir", str(deep)]
-    (expected,) = run_on_ranks(1, make_latents, [*argv, "--offload_model", "false"], "A2")
-    for way in ("cpu", "block", "block --resident_blocks 0", "block --resident_blocks 2"):
-        (actual,) = run_on_ranks(1, make_latents, [*argv, "--offload_model", *way.split()], "A2")
-        assert torch.equal(actual, expected) and actual.isfinite().all(), way
-
-
-@pytest.mark.dist
-def test_one_network_is_on_the_device(deep: Path) -> None:
-    """Loading or calling one expert frees the other; finally both are freed."""
+    """Two experts and both branches of guidance; one expert at a time is on the device."""
     argv = [*COMMON_FLAGS.split(), "--ckpt_dir", str(deep), "--offload_model"]
     (expected,) = run_on_ranks(1, make_latents, [*argv, "false"], "A2")
+    for way in ("block", "block --resident_blocks 2"):
+        (actual,) = run_on_ranks(1, make_latents, [*argv, *way.split()], "A2")
+        assert torch.equal(actual, expected) and actual.isfinite().all(), way
     ((residency_states, actual),) = run_on_ranks(1, record_residency, [*argv, "cpu"])
     assert residency_states == [[True], [False, True], [True, False], [False, True], [False, False]]
     assert torch.equal(actual, expected)
@@ -270,15 +262,7 @@ def record_residency(argv: list[str]) -> tuple[list[list[bool]], Tensor]:
 @pytest.mark.dist
 @pytest.mark.slow
 def test_each_rank_streams_its_blocks(deep: Path) -> None:
-    argv = [
-        *COMMON_FLAGS.split(),
-        "--ckpt_dir",
-        str(deep),
-        "--ulysses_size",
-        "2",
-        "--comm_type",
-        "1",
-    ]
+    argv = [*COMMON_FLAGS.split(), "--ckpt_dir", str(deep), *["--ulysses_size", "2"]]
     expected = run_on_ranks(2, make_latents, [*argv, "--offload_model", "true"], "A2")
     for way in ("cpu", "block --resident_blocks 1"):
         actual = run_on_ranks(2, make_latents, [*argv, "--offload_model", *way.split()], "A2")

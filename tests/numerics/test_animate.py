@@ -101,27 +101,6 @@ def test_network(animate: Path, case: str) -> None:
         assert distance(model(**arguments)[0], stored["out"]) <= 2e-5
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_parts_of_the_network(animate: Path) -> None:
-    model, (arguments, stored) = load_network(animate), load_inputs(animate, "a")
-    motion = model.motion_encoder(arguments["face_pixel_values"][0].transpose(0, 1))
-    assert distance(motion, stored["trace.motion"][0]) <= 1e-4
-    faces = model.face_encoder(stored["trace.motion"][0])
-    assert distance(faces[1:], stored["trace.face_encoder"][0]) <= 2e-5 and not faces[0].any()
-    adapter_outputs: dict[str, Tensor] = {}
-    for index, adapter in enumerate(model.face_adapter.fuser_blocks):
-
-        def record_output(_: object, __: object, out: Any, index: int = index) -> None:
-            adapter_outputs[f"trace.face_adapter{index}"] = out[0]
-
-        adapter.register_forward_hook(record_output)
-    model(**arguments)
-    assert set(adapter_outputs) == {"trace.face_adapter0", "trace.face_adapter1"}
-    for name, output in adapter_outputs.items():
-        assert distance(output.reshape(stored[name].shape), stored[name]) <= 2e-5
-
-
 @torch.no_grad()
 def test_the_motion_of_a_face(animate: Path) -> None:
     stored = load_file(animate / "animate_face.safetensors")
@@ -168,7 +147,7 @@ def make_params(frames: int, clip: int = 9, refert: int = 1, **options: Any) -> 
 
 
 class _Networks(Networks):
-    """The network of the runs; its motion encoder looks up stored motions; records calls."""
+    """The network of the runs; its motion encoder looks up stored motions; records latents."""
 
     def __init__(self, folder: Path) -> None:
         self.model = load_network(folder)
@@ -177,7 +156,7 @@ class _Networks(Networks):
         self.known_faces = torch.cat((known_faces, -torch.ones(1, 64, 64, 3))).float()
         self.rows = torch.cat((stored["face_motion"], stored["face_motion_black"]))
         self.model.motion_encoder.forward = self.motion  # type: ignore[method-assign]
-        self.calls: list[tuple[str, dict[str, Any], Tensor]] = []
+        self.calls: list[Tensor] = []
 
     def motion(self, faces_P3HW: Tensor) -> Tensor:
         small = faces_P3HW[:, :, ::8, ::8].permute(0, 2, 3, 1)
@@ -186,9 +165,8 @@ class _Networks(Networks):
         return self.rows[distances.argmin(dim=1)]
 
     def __call__(self, *args: Any, **call_kwargs: Any) -> list[Tensor]:
-        output = self.model(*args, **call_kwargs)
-        self.calls.append((call_kwargs["step"].branch, {**call_kwargs, "x": args[0][0]}, output[0]))
-        return output
+        self.calls.append(args[0][0].clone())
+        return self.model(*args, **call_kwargs)
 
 
 class _Pipeline(PipelineParts):
@@ -238,31 +216,16 @@ def test_whole_run(animate: Path, run: str) -> None:
     assert request.num_clip == case["clips"]
     pipeline: Any = _Pipeline(animate)
     clips = list(generate_clips(pipeline, request, animate_inputs))
-    rounded = case["rounded_inputs"]
-    limit = dict.fromkeys(("y", "latent", "video"), 1e-4)
-    if rounded:
-        limit = {"y": 2e-2, "latent": 1e-2, "video": 5e-3}
+    limit = {"latent": 1e-2, "video": 1e-2} if case["rounded_inputs"] else {}
+    limit = {"latent": 1e-4, "video": 2e-4} | limit
     assert distance(pipeline.clip_images[0], stored[f"{run}.clip_input"]) <= limit["video"]
-    calls, steps = pipeline.experts.calls, case["sampling_steps"]
+    calls = pipeline.experts.calls
     branches = 2 if request.uses_guidance else 1
-    assert len(calls) == branches * steps * len(clips)
+    assert len(calls) == branches * case["sampling_steps"] * len(clips)
     for index, clip in enumerate(clips):
         get = partial("{}.clip{}.{}".format, run, index)
-        clip_calls = calls[branches * steps * index : branches * steps * (index + 1)]
-        assert distance(clip_calls[0][1]["x"], stored[get("noise")]) == 0
-        assert distance(clip_calls[0][1]["y"][0], stored[get("y")]) <= limit["y"]
-        if get("pose_latents") in stored:
-            assert (
-                distance(clip_calls[0][1]["pose_latents"], stored[get("pose_latents")])
-                <= limit["y"]
-            )
-        for step in range(steps):
-            velocities = [call[2] for call in clip_calls[branches * step : branches * (step + 1)]]
-            guided = velocities[-1] + case["guide_scale"] * (velocities[0] - velocities[-1])
-            if branches == 1:
-                (guided,) = velocities
-            assert distance(guided, stored[get("noise_pred")][step]) <= 2 * limit["latent"]
+        first_call = calls[branches * case["sampling_steps"] * index]
+        assert distance(first_call, stored[get("noise")]) == 0
         assert distance(clip.latents, stored[get("latent_final")]) <= limit["latent"]
     video = torch.cat([clip.frames for clip in clips], dim=1)
-    assert video.shape == stored[f"{run}.video"].shape
-    assert distance(video, stored[f"{run}.video"]) <= 2 * limit["video"]
+    assert distance(video, stored[f"{run}.video"]) <= limit["video"]

@@ -6,8 +6,6 @@ diffusers has no additive bias on the keys of frame 1; its mask is compared with
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from diffusers import WanAnimate2Transformer3DModel
@@ -23,6 +21,7 @@ from tests.animate2_network import (
     make_network,
     make_weights,
 )
+from tests.numerics.recorded import STEP, SampleRecorder
 from wan.checkpoint.keymaps import rename_dit_to_official
 
 LAYERS = 10  # diffusers' unconditional branch skips block 9
@@ -74,12 +73,8 @@ def compute_with_diffusers(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_velocity(
-    oracle: WanAnimate2Transformer3DModel, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # diffusers compiles the mask, which takes a C++ compiler and seconds.
-    make_mask = partial(compile_nothing, transformer_wan_animate_2.create_block_mask)
-    monkeypatch.setattr(transformer_wan_animate_2, "create_block_mask", make_mask)
+@pytest.mark.usefixtures("eager_masks")
+def test_velocity(oracle: WanAnimate2Transformer3DModel, name: str) -> None:
     case, model = CASES[name], make_network(LAYERS)
     for unconditional in (False, True):
         expected = compute_with_diffusers(oracle, case, unconditional)
@@ -93,5 +88,22 @@ def test_velocity(
         assert (actual - expected).abs().max() <= 2e-5
 
 
-def compile_nothing(make_mask, *args, **options):  # type: ignore[no-untyped-def]
-    return make_mask(*args, **options | {"_compile": False})
+def test_samples_are_computed_one_after_the_other() -> None:
+    """Each attends to the same reference tokens; the step has its index."""
+    case, recorder = CASES["smaller reference"], SampleRecorder()
+    inputs = make_inputs(case)
+    reference_kv = make_network().compute_reference_kv(
+        inputs.reference, inputs.reference_text, inputs.reference_clip, inputs.x.shape[1:]
+    )
+    network, t = make_network(attention=recorder), torch.tensor([537.0, 100.0])
+    shared = {"clip_fea": inputs.clip, "reference_kv": reference_kv, "step": STEP}
+    samples = [
+        ([x], t[i : i + 1], [text], 99, [inputs.y])
+        for i, (x, text) in enumerate(((inputs.x, inputs.text), (-inputs.x, -inputs.text)))
+    ]
+    expected = [network(*sample, **shared)[0] for sample in samples]
+    recorder.samples.clear()
+    (x0, _, text0, *_), (x1, _, text1, *_) = samples
+    both = network(x0 + x1, t, text0 + text1, 99, [inputs.y] * 2, **shared)
+    assert all(map(torch.equal, both, expected))
+    assert recorder.samples == [0, 0, 0, 1, 1, 1]

@@ -23,25 +23,20 @@ from wan.media.video_reader import read_frames_at, read_video
 
 TOLERANCE = 1e-4
 PROMPT = "a cat walks"
-STEPS, SEED = 3, 5
+STEPS, SEED = 2, 5
 
 
-class RecordingScheduler:
-    """Records the latents after the last step of each clip."""
+class Scheduler:
+    """diffusers' solver with the official noise schedule."""
 
     def __init__(self) -> None:
         self.scheduler = make_official_scheduler("dpm++", 5.0)
-        self.clips: list[Tensor] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
 
-    def step(self, *args: Any, **kwargs: Any) -> tuple[Tensor]:
-        kwargs.pop("generator")  # the solver draws no noise
-        (latents,) = self.scheduler.step(*args, **kwargs)
-        if self.scheduler.step_index == STEPS:
-            self.clips.append(latents[0])
-        return (latents,)
+    def step(self, *args: Any, generator: object, **kwargs: Any) -> tuple[Tensor]:
+        return self.scheduler.step(*args, **kwargs)  # it draws no noise
 
 
 def load_transformer(folder: Path) -> Any:
@@ -58,11 +53,10 @@ def load_transformer(folder: Path) -> Any:
 
 def make_diffusers_video(
     folder: Path, is_distilled: bool, image: Image.Image, frames: list[Image.Image], **call: Any
-) -> tuple[list[Tensor], Tensor]:
-    """Returns the latents of each clip, and the video [F,3,H,W] in [0, 1]."""
+) -> Tensor:
+    """Returns the video, [F,3,H,W] in [0, 1]."""
     name = f"WanAnimate2{'Distilled' if is_distilled else ''}Blocks"
     pipe = getattr(diffusers.modular_pipelines, name)().init_pipeline()
-    scheduler = RecordingScheduler()
     pipe.update_components(
         transformer=load_transformer(folder / "transformer"),
         vae=diffusers.AutoencoderKLWan.from_pretrained(folder / "vae"),
@@ -70,7 +64,7 @@ def make_diffusers_video(
         tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
         image_encoder=CLIPVisionModel.from_pretrained(folder / "image_encoder").float(),
     )
-    pipe.scheduler = scheduler
+    pipe.scheduler = Scheduler()
     videos = pipe(
         prompt=PROMPT,
         image=image,
@@ -81,12 +75,13 @@ def make_diffusers_video(
         output="videos",
         **call,
     )
-    return scheduler.clips, videos[0]
+    return videos[0]
 
 
 @pytest.mark.parametrize(
     ("is_distilled", "refert_num"), [(False, 1), slow(True, 1), slow(False, 5)]
 )
+@pytest.mark.usefixtures("eager_masks")
 def test_whole_run(tiny: Tiny, tmp_path: Path, is_distilled: bool, refert_num: int) -> None:
     """Two clips of an image with borders; the video has another rate and ends within a clip."""
     picture = write_picture(tmp_path / "cat.png", size=(90, 71))
@@ -95,7 +90,7 @@ def test_whole_run(tiny: Tiny, tmp_path: Path, is_distilled: bool, refert_num: i
     video = read_video(driving_video, "")
     frames = [*map(Image.fromarray, read_frames_at(video, range(video.num_frames)))]
     image = Image.open(picture).convert("RGB")
-    clips, expected = make_diffusers_video(
+    expected = make_diffusers_video(
         tiny("animate2-14B", "diffusers"),
         is_distilled,
         image,
@@ -115,11 +110,7 @@ def test_whole_run(tiny: Tiny, tmp_path: Path, is_distilled: bool, refert_num: i
         "guide_scale": 1.0 if is_distilled else 3.0,
         "seed": SEED,
     }
-    arguments = (PROMPT, image, str(driving_video))
-    latents = model.generate(*arguments, **call, output_type="latent")
-    assert len(clips) == (2 if refert_num == 1 else 1)
-    assert (latents - torch.cat(clips, dim=1)).abs().max() <= TOLERANCE
-    output = model.generate(*arguments, **call).transpose(0, 1) / 2 + 0.5
+    output = model.generate(PROMPT, image, str(driving_video), **call).transpose(0, 1) / 2 + 0.5
     rows, columns = output.shape[2:]
     assert output.shape[0] == 8 and 0 <= expected.shape[2] - rows <= 1  # an mp4 has even sides
     assert (output - expected[:, :, :rows, :columns]).abs().max() <= TOLERANCE

@@ -174,8 +174,7 @@ def test_whole_run(tiny, image_path: Path, task: str, images: int, solver: str) 
     assert (actual - expected).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("threshold", [0.5, slow(0.8)])
-def test_first_block_cache(tiny, threshold: float) -> None:
+def test_first_block_cache(tiny) -> None:
     """Both experts compute the steps of diffusers' first-block cache, with the same latents."""
     generator = torch.Generator().manual_seed(5)
     context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
@@ -183,7 +182,7 @@ def test_first_block_cache(tiny, threshold: float) -> None:
         WAN_CONFIGS["t2v-A14B"],
         tiny("t2v-A14B"),
         step_cache="first_block",
-        step_cache_threshold=threshold,
+        step_cache_threshold=0.5,
         step_cache_warmup=0,
     )
     actual = model.generate(
@@ -201,7 +200,7 @@ def test_first_block_cache(tiny, threshold: float) -> None:
 
     def enable_cache(pipe: Any) -> None:
         for network in (pipe.transformer, pipe.transformer_2):
-            network.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+            network.enable_cache(FirstBlockCacheConfig(threshold=0.5))
             inner = network.blocks[-1].attn1  # its hooks see a block that is skipped, too
             inner.register_forward_hook(lambda *_: computed_blocks.append(0))
 

@@ -274,12 +274,22 @@ def test_steps_of_velocity_zero_call_no_network() -> None:
     assert not torch.equal(latents, first)
 
 
-def test_a_step_of_two_forward_passes_has_velocity_zero_in_both() -> None:
+@pytest.mark.parametrize(
+    ("strength", "computed"), [(None, range(6, 17)), (0.8, range(6, 17)), (0.5, range(10, 17))]
+)
+def test_zero_steps_are_the_first_of_the_whole_schedule(
+    strength: float | None, computed: range
+) -> None:
+    """Each has two forward passes; a video that starts from another one may have none."""
     params = make_params(
-        guider="cfg_zero", zero_init_steps=3, sample_steps=9, sample_solver="res_2s"
+        guider="cfg_zero",
+        zero_init_steps=3,
+        sample_steps=9,
+        sample_solver="res_2s",
+        strength=strength,
     )
     _, calls = run_loop(params)
-    assert [index for index, *_ in calls[::2]] == [*range(6, 17)]
+    assert [index for index, *_ in calls[::2]] == [*computed]
 
 
 def test_blocks_are_skipped_in_some_steps_of_one_branch() -> None:

@@ -83,21 +83,6 @@ def test_network(s2v: Path) -> None:
             assert distance(model(**arguments)[0], stored["out"]) <= 2e-5, (case, is_cached)
 
 
-@torch.no_grad()
-def test_parts_of_the_network(s2v: Path) -> None:
-    model, (arguments, stored) = load_network(s2v), load_inputs(s2v, "b_next")
-    audio_features = model.casual_audio_encoder(arguments["audio_input"][0], (73, 19))
-    for actual, name in zip(audio_features, ("audio_local", "audio_global"), strict=True):
-        expected_part = stored[f"trace.{name}"][0, 19:]
-        assert distance(actual, expected_part.reshape(actual.shape)) <= 2e-5
-    tables: list[Any] = []
-    model.blocks[0].register_forward_pre_hook(lambda _, args: tables.append(args[-1].rope))
-    model(**arguments)
-    cos, sin = (table[:, 0] for table in tables[0])
-    assert distance(cos[:, ::2].double(), stored["trace.rope_cos"]) <= 1e-7
-    assert distance(sin[:, 1::2].double(), stored["trace.rope_sin"]) <= 1e-7
-
-
 def test_gradients_take_the_same_path(s2v: Path) -> None:
     model, (arguments, stored) = load_network(s2v, text_kv_cache=True), load_inputs(s2v, "b_next")
     output = model(**arguments)[0]
@@ -145,16 +130,17 @@ def test_sizes(s2v: Path) -> None:
 
 
 class _Networks(Networks):
-    """The network of the run; records its calls."""
+    """The network of the run; records latents."""
 
     def __init__(self, folder: Path) -> None:
         self.model, self.calls = load_network(folder), list[Any]()
 
     @torch.no_grad()
-    def __call__(self, x: list[Tensor], *args: Any, step: Any, **call_kwargs: Any) -> list[Tensor]:
-        out = self.model(x, *args, **call_kwargs)
-        self.calls.append((step.branch, x[0].clone(), out[0], call_kwargs["motion_latents"][0]))
-        return out
+    def __call__(
+        self, x: list[Tensor], *args: Any, step: object, **call_kwargs: Any
+    ) -> list[Tensor]:
+        self.calls.append(x[0].clone())
+        return self.model(x, *args, **call_kwargs)
 
 
 class _Pipeline(PipelineParts):
@@ -199,15 +185,7 @@ def test_whole_run(s2v: Path) -> None:
     for index, clip in enumerate(video_clips):
         get = partial("unipc.clip{}.{}".format, index)
         assert distance(clip.latents, stored[get("latent_final")]) <= 1e-4
-        clip_calls = calls[2 * steps * index : 2 * steps * (index + 1)]
-        assert distance(clip_calls[0][1], stored[get("noise")]) == 0
-        for step in range(steps):
-            (_, x, cond, motion), (_, _, uncond, _) = clip_calls[2 * step : 2 * step + 2]
-            assert distance(x, stored[get("latent_in")][step]) <= 1e-4
-            guided = uncond + case["guide_scale"] * (cond - uncond)
-            assert distance(guided, stored[get("noise_pred")][step]) <= 2e-4
-            if get("motion_latents") in stored:
-                assert distance(motion, stored[get("motion_latents")]) <= 1e-4
+        assert distance(calls[2 * steps * index], stored[get("noise")]) == 0
     video = torch.cat([clip.frames for clip in video_clips], dim=1)
     assert video.shape[1] == case["video_frames"]
     frame_index = stored["unipc.video_frame_index"]

@@ -199,13 +199,11 @@ SUBSETS = {
 @pytest.mark.parametrize(
     ("task", "subset"),
     [
-        ("vace-1.3B", "video and mask"),
+        ("vace-1.3B", "all"),
         slow("vace-1.3B", "picture"),
-        slow("vace-A14B", "all"),  # as below, with a cache
         slow("vace-1.3B", "video"),
-        slow("vace-1.3B", "all"),
-        slow("vace-1.3B", "video and picture"),
-        slow("vace-14B", "all"),
+        slow("vace-1.3B", "video and mask"),
+        slow("vace-14B", "video and picture"),
         slow("vace-A14B", "video"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New webhooks and uploads are looked for more often."""
+    """New webhooks and uploads are looked for more often; `caplog` gets the package's log."""
     monkeypatch.setattr(retries, "_POLL", 0.02)
+    monkeypatch.setattr(logging.getLogger("wan"), "propagate", True)
 
 
 @pytest.fixture

@@ -146,6 +146,12 @@ class Jobs:
         assert status == 200, video
         return str(video["id"])
 
+    async def get_video(self, name: str) -> dict[str, Any]:
+        """Returns the video object of a job."""
+        status, _, video = await self.request(f"/v1/videos/{name}")
+        assert status == 200, video
+        return dict(video)
+
     def complete(
         self,
         name: str,
@@ -153,6 +159,7 @@ class Jobs:
         ended: float | None = None,
         record: Mapping[str, Any] = {"prompt": PROMPT},
         loading: float = 0.0,
+        video: bytes = b"video",
     ) -> None:
         """Writes the video and the record of a job, and completes it.
 
@@ -163,7 +170,7 @@ class Jobs:
         assert job is not None
         self.service._running[job_id] = job
         path = self.service.files.video_path(job, index)
-        path.write_bytes(b"video")
+        path.write_bytes(video)
         path.with_suffix(".json").write_text(json.dumps(record))
         self.service._handle_message(
             {"is": "done", "job": name, "texts": [0, 1], "seconds": seconds, "loading": loading}
@@ -192,15 +199,15 @@ class Jobs:
         return [path.name for path in paths if text.encode() in path.read_bytes()]
 
 
-async def begin_request(jobs: Jobs, path: str, **headers: str) -> tuple[str, asyncio.Event, Any]:
+async def begin_request(
+    jobs: Jobs, path: str, fields: Mapping[str, Any] = {}, **headers: str
+) -> tuple[str, asyncio.Event, Any]:
     """Requests a video; returns its id, the event that disconnects the client, and the task."""
-    disconnected = asyncio.Event()
-    task = asyncio.create_task(
-        jobs.request(path, {"prompt": PROMPT}, disconnected=disconnected, **headers)
-    )
+    disconnected, body = asyncio.Event(), {"prompt": PROMPT, **fields}
+    task = asyncio.create_task(jobs.request(path, body, disconnected=disconnected, **headers))
     while not (waiting := jobs.service.journal.list_in_state("queued")):
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.02)
     return waiting[-1].id, disconnected, task
 
 

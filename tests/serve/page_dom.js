@@ -60,13 +60,17 @@ Object.assign(globalThis, {
   document: { getElementById: byId, createElement: (name) => new Element(name), body: new Element("body"), hidden: false },
   sessionStorage: { getItem: () => null, setItem() {} },
   IntersectionObserver: class { observe() {} unobserve() {} },
+  DataTransfer: class { files = []; items = { add: (file) => this.files.push(file) }; },
   innerWidth: 2000,
 });
+
+const wait = globalThis.setTimeout;
+globalThis.setTimeout = (work, milliseconds) => wait(work, milliseconds / 5); // pauses of the page
 
 /** Waits until a condition holds. */
 export async function until(condition) {
   for (let round = 0; !condition(); round++) {
-    if (round > 300) throw new Error(`not in 3 s: ${condition}`);
-    await new Promise((done) => setTimeout(done, 10));
+    if (round > 1000) throw new Error(`not in 10 s: ${condition}`);
+    await new Promise((done) => wait(done, 10));
   }
 }

@@ -12,6 +12,7 @@ globalThis.fetch = async (path, options = {}) => {
   const json = (value, status = 200) => new Response(JSON.stringify(value), { status });
   if (path === "/health") return json({ status: "ok", queued: 0 });
   if (path === "/openapi.json") return json(openapi);
+  if (path === "/v1/videos/" + queued.id) return json(completed);
   if (path.endsWith("/events")) return new Response(new ReadableStream({ start(c) { stream = c; } }));
   if (options.method === "POST") {
     bodies.push(JSON.parse(options.body));
@@ -47,6 +48,7 @@ for (let first = 0; first < bytes.length; first += 7) stream.enqueue(bytes.slice
 const numbers = () => card.querySelectorAll("button").filter((item) => /^[12]$/.test(item.textContent));
 await until(() => card.text.includes("step 3 of 4"));
 assert.deepEqual(numbers().map((item) => item.disabled), [true, true]);
+openJobs = [];
 stream.enqueue(new TextEncoder().encode(`id: 9\nevent: end\ndata: ${JSON.stringify(completed)}\n\n`));
 stream.close();
 
@@ -55,4 +57,23 @@ await until(() => card.text.includes("2 videos"));
 assert.deepEqual(numbers().map((item) => item.disabled), [false, false]);
 numbers()[1].click();
 assert.equal(sources.at(-1), completed.data[1].url + "&variant=thumbnail");
+
+// It is compared once, also after another of its videos was chosen.
+const [compared] = card.querySelectorAll("input");
+compared.checked = true;
+compared.onchange();
+numbers()[0].click();
+assert.equal(byId("compare").disabled, true);
+
+// Used again, its seeds are those of the form, which asks for no other number of videos.
+card.querySelectorAll("button").find((item) => item.textContent === "Use again").click();
+await until(() => byId("count").value === "1");
+assert.equal(find("seed").value, "7,8");
+
+// A search finds each of its seeds, also in a video that another client requests meanwhile.
+byId("search").value = "8";
+byId("search").oninput();
+await until(() => !byId("videos").children.length);
+openJobs = [running];
+await until(() => byId("videos").children.length);
 process.exit(0);

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import resource
+import runpy
 import signal
 import socket
+import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +22,7 @@ import openai
 
 from tests.dist import TORCHRUN, Ranks, free_port, make_rank_envs
 from tests.frames import read_frames
+from tests.serve.bodies import FORM, make_form
 from wan.cli.main import main
 
 PROMPT = "a large green square moves up on a gray background"
@@ -56,14 +59,86 @@ def generate_frames(path: Path, *flags: object, ranks: int = 1) -> np.ndarray:
     return read_frames(path)
 
 
-def _run_front(argv: Sequence[str], descriptors: int) -> int:
-    """Runs the front process."""
+def _run_front(argv: Sequence[str], python: str) -> int:
+    """Runs the front process. python: Starts the ranks."""
     from wan.serve.__main__ import run_service_cli
 
-    if descriptors:
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
+    sys.executable = python
     return run_service_cli(argv)
+
+
+def _run_forked_rank(front: Path, modules: Path | None) -> int:
+    """Runs a rank of the service, with the output of one that torchrun has started."""
+    from wan.serve.ranks import run_rank
+
+    with (front.parent / "ranks.log").open("ab") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    if modules is not None:
+        runpy.run_path(str(modules / "sitecustomize.py"))
+    return run_rank(front)
+
+
+_PYTHON = """#!PYTHON -S
+# In place of Python with torchrun: the process of the tests forks the ranks, which is faster.
+import socket, sys
+
+with socket.create_connection(("127.0.0.1", PORT)) as link:
+    link.sendall(" ".join(sys.argv).encode() + b"\\n")
+    sys.exit(link.recv(1) != b"0")
+"""
+
+
+class RankForks:
+    """Starts groups of ranks as torchrun does, by forks of a process that has imported torch.
+
+    Attributes:
+        python: The program that a front starts in place of Python.
+        pids: Process ids of the last group.
+    """
+
+    def __init__(self, folder: Path, modules: Path | None) -> None:
+        """Starts nothing; a front does. modules: As `path` of `ServiceProcess`."""
+        self._modules, self.pids = modules, list[int]()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.python = folder / "python"
+        text = _PYTHON.replace("PYTHON", sys.executable, 1)
+        self.python.write_text(text.replace("PORT", str(self._listener.getsockname()[1])))
+        self.python.chmod(0o755)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            link, _ = self._listener.accept()
+            threading.Thread(target=self._run_group, args=(link,), daemon=True).start()
+
+    def _run_group(self, link: socket.socket) -> None:
+        """Runs ranks until all have ended; ends them if one fails, or if the program is killed."""
+        with link, link.makefile() as file:
+            argv = file.readline().split()
+            (count,) = [int(x.partition("=")[2]) for x in argv if x.startswith("--nproc_per_node=")]
+            work = _run_forked_rank, Path(argv[-1]), self._modules
+            processes = Ranks(make_rank_envs(count), *work).processes
+            self.pids = [process.pid for process in processes]
+            link.setblocking(False)
+            codes: list[int | None] = [None]
+            while None in codes:
+                time.sleep(0.02)
+                codes = [process.exitcode for process in processes]
+                if any(codes) or _is_closed(link):
+                    for process in processes:
+                        process.terminate()
+            with suppress(OSError):
+                link.sendall(b"1" if any(codes) else b"0")
+
+
+def _is_closed(link: socket.socket) -> bool:
+    try:
+        return not link.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 class ServiceProcess:
@@ -77,7 +152,7 @@ class ServiceProcess:
         flags: Sequence[object] = (),
         path: Path | None = None,
         key: str = "none",
-        descriptors: int = 0,
+        is_forked: bool = False,
     ) -> None:
         """Starts the service.
 
@@ -88,7 +163,7 @@ class ServiceProcess:
             flags: Flags of generate.py.
             path: A folder of modules, first in the import path of the ranks.
             key: The API key.
-            descriptors: Limit of open files of the front and its ranks; 0: that of this process.
+            is_forked: Whether `RankForks` starts the ranks, not torchrun.
         """
         self.port = int(free_port())
         self.folder, self.url, self._key = folder, f"http://127.0.0.1:{self.port}", key
@@ -97,12 +172,13 @@ class ServiceProcess:
         service_args = ["--port", self.port, "--ranks", ranks, "--journal", folder, *options]
         sizes = ["--ulysses_size", ranks] if ranks > 1 else []
         self._argv = [*map(str, [*service_args, "--", *sizes, *flags])]
-        self._descriptors = descriptors
+        self._forks = RankForks(folder.parent, path) if is_forked else None
         self.start()
 
     def start(self, seconds: float = 120) -> None:
         """Starts the front, and waits until its ranks are ready."""
-        self._front = Ranks([self._environment], _run_front, self._argv, self._descriptors)
+        python = sys.executable if self._forks is None else str(self._forks.python)
+        self._front = Ranks([self._environment], _run_front, self._argv, python)
         self.front = self._front.processes[0]
         self.wait(lambda: self.health().get("status") == "ok", seconds)
 
@@ -151,19 +227,7 @@ class ServiceProcess:
 
     def request_form(self, path: str, fields: Mapping[str, Any]) -> tuple[int, Any, Any]:
         """Sends a form; values are texts, bytes (sent as files), or lists of them."""
-        lines = []
-        values_by_field = {
-            name: item if isinstance(item, list) else [item] for name, item in fields.items()
-        }
-        for name, value in (
-            (name, value) for name, values in values_by_field.items() for value in values
-        ):
-            end = f'; filename="{name}"' if isinstance(value, bytes) else ""
-            head = f'--edge\r\nContent-Disposition: form-data; name="{name}"{end}\r\n\r\n'
-            content = value if isinstance(value, bytes) else value.encode()
-            lines += [head.encode(), content, b"\r\n"]
-        body = b"".join([*lines, b"--edge--\r\n"])
-        return self.request(path, body, Content_Type="multipart/form-data; boundary=edge")
+        return self.request(path, make_form(fields), Content_Type=FORM)
 
     def health(self) -> dict[str, Any]:
         """Returns the answer of /health, or {} if the service does not answer."""
@@ -194,6 +258,8 @@ class ServiceProcess:
 
     def list_rank_pids(self) -> list[int]:
         """Returns the process ids of the ranks."""
+        if self._forks is not None:
+            return sorted(pid for pid in self._forks.pids if Path(f"/proc/{pid}").exists())
         pids = []
         for process in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.dist import REPO
 from tests.refusals import check_refusals
 from tools import gallery
 from wan.app.programs import run_program
@@ -40,14 +37,6 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Line 4: size 1*1 is &lt;small&gt;" in page and "--accent" in page
     gallery.main([str(folder), "--out", str(tmp_path / "all.html")])
     assert 'src="made/002.mp4"' in (tmp_path / "all.html").read_text()
-
-
-def test_program(tmp_path: Path) -> None:
-    write_video(tmp_path, "001", "a red star")
-    command = [sys.executable, str(REPO / "tools" / "gallery.py"), str(tmp_path)]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    assert process.stdout == f"{tmp_path / 'index.html'}\n"
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

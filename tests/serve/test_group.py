@@ -141,7 +141,7 @@ async def wait_until(whether: Callable[[], object], seconds: float = 30) -> None
 async def wait_for_end(jobs: Jobs, name: str) -> tuple[str, str | None, int]:
     """Waits until a job has ended; returns its status, error code and attempt."""
     await wait_until(lambda: jobs.get_state(name) in ("completed", "failed"))
-    video = (await jobs.request(f"/v1/videos/{name}"))[2]
+    video = await jobs.get_video(name)
     return video["status"], (video["error"] or {"code": None})["code"], video["attempt"]
 
 

@@ -50,6 +50,7 @@ async def test_pages_behind_a_proxy(tmp_path: Path) -> None:
         "other port": ("10.1.2.3", {"origin": f"{page}:81"} | forwarded, 403),
         "other site": ("10.1.2.3", {"origin": other} | forwarded, 403),
         "null": ("10.1.2.3", {"origin": "null"} | forwarded, 403),
+        "own page": (None, {"origin": "http://any"}, 200),
         "same origin": (None, {"origin": page, "Sec_Fetch_Site": "same-origin"}, 200),
         "same site": (None, {"origin": page, "Sec_Fetch_Site": "same-site"}, 403),
         "cross site": (None, {"origin": other, "Sec_Fetch_Site": "cross-site"}, 403),
@@ -89,6 +90,51 @@ async def test_pages_of_other_sites(tmp_path: Path) -> None:
     auth = f"Bearer {KEY}"
     status, headers, _ = await jobs.request("/v1/videos", BODY, authorization=auth, **other)
     assert status == 403 and "access-control-allow-origin" not in headers
+
+
+async def test_keys_sizes_and_a_busy_service(tmp_path: Path) -> None:
+    """Wrong keys, large bodies, and all requests when busy are refused."""
+    busy: list[bool] = []
+    jobs = Jobs(tmp_path / "jobs", key=KEY, most_bytes=50, is_busy=lambda: bool(busy))
+    auth_headers: dict[str, Any] = {"authorization": f"Bearer {KEY}"}
+    cases: dict[str, tuple[dict[str, Any], int]] = {
+        "": ({}, 200),
+        "no key": ({"authorization": ""}, 401),
+        "long": ({"content_length": "51"}, 413),
+        "short": ({"content_length": "50"}, 200),
+        "no length": ({"content_length": "-1"}, 413),
+    }
+    statuses = {
+        n: (await jobs.request("/v1/videos", **auth_headers | h))[0] for n, (h, _) in cases.items()
+    }
+    assert statuses == {name: status for name, (_, status) in cases.items()}
+    for parts, status in (((51,), 413), ((30, 20), 400), ((30, 21), 413)):  # without a length
+        body = tuple(b"x" * size for size in parts)
+        assert (await jobs.request("/v1/videos", body, **auth_headers))[0] == status, parts
+    assert (await jobs.request("/liveness"))[0] == 200 and (await jobs.request("/"))[0] == 200
+    busy.append(True)
+    status, headers, answer = await jobs.request("/v1/videos", **auth_headers)
+    assert (status, headers["retry-after"], answer["error"]["code"]) == (503, "5", "busy")
+    assert (await jobs.request("/health"))[2]["queued"] == 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"transfer_encoding": "chunked"}, 413),
+        ({"content_length": "600"}, 413),
+        ({"content_length": "60", "host": "evil.example"}, 421),
+    ],
+)
+async def test_a_refused_body_is_read(headers: dict[str, str], status: int, tmp_path: Path) -> None:
+    """Clients that still send see a closed connection instead of the answer."""
+    jobs = Jobs(tmp_path / "jobs", most_bytes=100)
+    parts = (b"x" * 60,) * 10
+    assert (await jobs.request("/v1/videos", parts, **headers))[0] == status
+    assert jobs.num_unread_parts == 0
+    waiting = {"content_length": "600", "expect": "100-continue"}
+    assert (await jobs.request("/v1/videos", parts, **waiting))[0] == 413
+    assert jobs.num_unread_parts == 10
 
 
 async def test_a_slash_at_the_end_of_a_path(jobs: Jobs) -> None:

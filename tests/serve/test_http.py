@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import sqlite3
-import time
-from contextlib import closing
+import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+import uvicorn
 
-from tests.serve.jobs import PROMPT, Jobs, begin_request
+from tests.serve.bodies import FORM, make_data_url, make_form
+from tests.serve.jobs import PROMPT, Jobs, begin_request, running
 from wan.serve.service import Limits
 
 
@@ -27,25 +27,6 @@ async def test_a_page_goes_on_after_a_video_also_after_a_deleted_one(jobs: Jobs)
     assert (await jobs.request("/v1/videos?after=video_none"))[0] == 404
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"transfer_encoding": "chunked"}, 413),
-        ({"content_length": "600"}, 413),
-        ({"content_length": "60", "host": "evil.example"}, 421),
-    ],
-)
-async def test_a_refused_body_is_read(headers: dict[str, str], status: int, tmp_path: Path) -> None:
-    """Clients that still send see a closed connection instead of the answer."""
-    jobs = Jobs(tmp_path / "jobs", most_bytes=100)
-    parts = (b"x" * 60,) * 10
-    assert (await jobs.request("/v1/videos", parts, **headers))[0] == status
-    assert jobs.num_unread_parts == 0
-    waiting = {"content_length": "600", "expect": "100-continue"}
-    assert (await jobs.request("/v1/videos", parts, **waiting))[0] == 413
-    assert jobs.num_unread_parts == 10
-
-
 async def test_an_estimate_has_a_constant_part(jobs: Jobs) -> None:
     for steps, seconds in ((1, 12.0), (2, 14.0), (4, 18.0)):
         name = await jobs.create({"num_inference_steps": steps})
@@ -56,18 +37,6 @@ async def test_an_estimate_has_a_constant_part(jobs: Jobs) -> None:
     assert jobs.service.estimates.estimate_wait(last) == pytest.approx(90)
     jobs.service.delete(long)
     assert jobs.service.estimates.estimate_wait(last) == pytest.approx(0)
-
-
-async def test_a_poll_does_not_wait_for_the_disk(jobs: Jobs) -> None:
-    names = [await jobs.create() for _ in range(5)]
-    jobs.complete(names[0])
-    with closing(sqlite3.connect(jobs.folder / "journal.sqlite")) as other:
-        other.execute("BEGIN IMMEDIATE")
-        began = time.monotonic()
-        for path in ("/health", "/metrics", "/v1/videos", *map("/v1/videos/{}".format, names)):
-            await jobs.request(path)
-        assert time.monotonic() - began < 0.5
-        assert jobs.get_state(names[0]) == "completed"
 
 
 async def test_headers_that_http_requires(tmp_path: Path) -> None:
@@ -126,15 +95,41 @@ async def test_ranges_of_a_video(jobs: Jobs) -> None:
     assert (status, content) == (200, b"video")
 
 
-async def test_a_large_data_url_in_a_form(tmp_path: Path) -> None:
-    url = f"data:image/png;base64,{base64.b64encode(bytes(2_000_000)).decode()}"
-    part = '--edge\r\nContent-Disposition: form-data; name="{}"\r\n\r\n{}\r\n'
-    form = part.format("prompt", PROMPT) + part.format("input_reference", url) + "--edge--\r\n"
-    jobs = Jobs(tmp_path / "jobs")
-    kind = "multipart/form-data; boundary=edge"
-    status, _, answer = await jobs.request("/v1/videos", form.encode(), Content_Type=kind)
-    assert status == 400 and "input_reference has no effect" in answer["error"]["message"], (
-        answer
-    )  # read, then refused
-    as_json = {"prompt": PROMPT, "input_reference": url}
-    assert (await jobs.request("/v1/videos", json.loads(json.dumps(as_json))))[2] == answer
+async def test_a_large_data_url_in_a_form(jobs: Jobs) -> None:
+    """It is read, and then refused as in a JSON body."""
+    body = {"prompt": PROMPT, "input_reference": make_data_url(bytes(2_000_000))}
+    status, _, answer = await jobs.request("/v1/videos", make_form(body), Content_Type=FORM)
+    assert status == 400 and "input_reference has no effect" in answer["error"]["message"]
+    assert (await jobs.request("/v1/videos", body))[2] == answer
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_openais_client(jobs: Jobs) -> None:
+    """Its types accept the answers; pages follow each other."""
+    server = uvicorn.Server(uvicorn.Config(jobs.app, lifespan="off", log_level="error"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        async with (
+            running(server.serve([listener])),
+            openai.AsyncOpenAI(api_key="none", base_url=url) as client,
+        ):
+            more: dict[str, Any] = {"num_frames": 5, "seed": 7}
+            video = await client.videos.create(prompt=PROMPT, size="64x64", extra_body=more)
+            assert (video.object, video.status, video.model) == ("video", "queued", "t2v-A14B")
+            assert (video.size, video.seconds) == ("64x64", "0.625")
+            remix = await client.videos.remix(video.id, prompt="it grows")
+            assert remix.remixed_from_video_id == video.id and remix.seed == 7
+            polling = asyncio.create_task(client.videos.poll(video.id, poll_interval_ms=10))
+            await asyncio.sleep(0.05)
+            jobs.complete(video.id)
+            completed = await polling
+            expected = ("completed", 100, None)
+            assert (completed.status, completed.progress, completed.error) == expected
+            assert (await client.videos.download_content(video.id)).content == b"video"
+            ids = [video.id, remix.id]
+            for order in ("asc", "desc"):
+                page = client.videos.list(limit=1, order=order)
+                assert [item.id async for item in page] == ids[:: 1 if order == "asc" else -1]
+            assert (await client.videos.delete(remix.id)).deleted
+            with pytest.raises(openai.NotFoundError):
+                await client.videos.retrieve(remix.id)

@@ -6,22 +6,26 @@ import asyncio
 import base64
 import json
 import random
+import re
 import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.dist import REPO
 from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, Jobs, begin_request
 from wan.serve import __main__ as command
 from wan.serve import fields, waiters
 from wan.serve.folders import remove_job_files
 from wan.serve.journal import ServiceJob
+from wan.serve.repeats import hash_request
 from wan.serve.service import Limits
 from wan.settings.errors import InputError
 
@@ -31,28 +35,20 @@ RETRY_HEADERS: dict[str, Any] = {"x_stainless_retry_count": "1"}
 # Repeated requests.
 
 
-async def prepare_remix(jobs: Jobs) -> Callable[..., Coroutine[Any, Any, tuple[int, Any, Any]]]:
+Send = Callable[..., Coroutine[Any, Any, tuple[int, Any, Any]]]
+ROUTES = pytest.mark.parametrize("is_remix", [False, True], ids=["create", "remix"])
+
+
+async def make_sender(jobs: Jobs, is_remix: bool) -> Send:
+    """Returns a function that sends one request again and again."""
     other = await jobs.create({"seed": 99})
-
-    def send(**headers: Any) -> Coroutine[Any, Any, tuple[int, Any, Any]]:
-        return jobs.request(f"/v1/videos/{other}/remix", {"prompt": "a blue star"}, **headers)
-
-    return send
-
-
-async def prepare_create(jobs: Jobs) -> Callable[..., Coroutine[Any, Any, tuple[int, Any, Any]]]:
-    def send(**headers: Any) -> Coroutine[Any, Any, tuple[int, Any, Any]]:
-        return jobs.request("/v1/videos", {"prompt": PROMPT}, **headers)
-
-    return send
-
-
-ROUTES = pytest.mark.parametrize("route", [prepare_create, prepare_remix])
+    path = f"/v1/videos/{other}/remix" if is_remix else "/v1/videos"
+    return partial(jobs.request, path, {"prompt": "a blue star"})
 
 
 @ROUTES
-async def test_a_repeat_without_a_key(route: Any, jobs: Jobs) -> None:
-    send = await route(jobs)
+async def test_a_repeat_without_a_key(is_remix: bool, jobs: Jobs) -> None:
+    send = await make_sender(jobs, is_remix)
     first = (await send())[2]["id"]
     assert (await send(**RETRY_HEADERS))[2]["id"] == first
     assert (await send())[2]["id"] != first  # no repeat
@@ -65,8 +61,8 @@ async def test_a_repeat_without_a_key(route: Any, jobs: Jobs) -> None:
 
 
 @ROUTES
-async def test_a_repeat_after_a_refusal_is_a_new_job(route: Any, jobs: Jobs) -> None:
-    send = await route(jobs)
+async def test_a_repeat_after_a_refusal_is_a_new_job(is_remix: bool, jobs: Jobs) -> None:
+    send = await make_sender(jobs, is_remix)
     old = (await send())[2]["id"]
     jobs.service.limits = Limits(queue=0)
     for headers in ({}, {"x_stainless_retry_count": "0"}):
@@ -74,14 +70,13 @@ async def test_a_repeat_after_a_refusal_is_a_new_job(route: Any, jobs: Jobs) -> 
     jobs.service.limits = Limits()
     repeated = (await send(**RETRY_HEADERS))[2]
     assert repeated["id"] != old and repeated["status"] == "queued"
-    assert (await send(x_stainless_retry_count="2"))[2]["id"] == repeated[
-        "id"
-    ]  # its answer was lost
+    same = (await send(x_stainless_retry_count="2"))[2]  # its answer was lost
+    assert same["id"] == repeated["id"]
 
 
 @ROUTES
-async def test_a_key(route: Any, jobs: Jobs) -> None:
-    send = await route(jobs)
+async def test_a_key(is_remix: bool, jobs: Jobs) -> None:
+    send = await make_sender(jobs, is_remix)
     first = (await send(Idempotency_Key="k"))[2]["id"]
     jobs.complete(first)
     assert (await send(Idempotency_Key="k"))[2]["id"] == first
@@ -90,6 +85,36 @@ async def test_a_key(route: Any, jobs: Jobs) -> None:
     assert (status, answer["error"]["code"]) == (422, "idempotency_key_reused")
     await jobs.request(f"/v1/videos/{first}", method="DELETE")
     assert (await send(Idempotency_Key="k"))[2]["id"] != first
+
+
+async def test_a_repeat_is_that_of_the_last_equal_request(jobs: Jobs) -> None:
+    """Also if the earlier jobs are done, and after the last one was deleted."""
+    body = {"prompt": PROMPT, "seed": 3}
+    ids = [await jobs.create(body) for _ in range(3)]
+    jobs.complete(ids[0])
+    assert (await jobs.request("/v1/videos", body, **RETRY_HEADERS))[2]["id"] == ids[2]
+    other_order = dict(reversed(body.items()))
+    assert (await jobs.request("/v1/videos", other_order, **RETRY_HEADERS))[2]["id"] == ids[2]
+    other = (await jobs.request("/v1/videos", body | {"seed": 4}, **RETRY_HEADERS))[2]["id"]
+    assert other not in ids
+    await jobs.request(f"/v1/videos/{ids[2]}", method="DELETE")
+    assert (await jobs.request("/v1/videos", body, **RETRY_HEADERS))[2]["id"] == ids[1]
+
+
+async def test_repeats_are_recognized_after_a_restart(jobs: Jobs) -> None:
+    ids = [await jobs.create() for _ in range(2)]
+    keyed = await jobs.create({}, Idempotency_Key="k")
+    jobs.service.journal.close()
+    reopened = Jobs(jobs.folder)
+    assert await reopened.create({}, **RETRY_HEADERS) == ids[1]
+    assert await reopened.create({}, Idempotency_Key="k") == keyed
+
+
+def test_the_hash_separates_fields_and_contents() -> None:
+    """The hash includes the boundaries between fields."""
+    first, second = {"image": b"1last_image2"}, {"image": b"1", "last_image": b"2"}
+    assert hash_request(first) != hash_request(second)
+    assert hash_request({"prompt": "1"}) != hash_request({"prompt": 1})
 
 
 # Clients of the synchronous routes that disconnect.
@@ -128,41 +153,31 @@ async def test_a_disconnect_cancels_unless_another_client_has_the_id(
     assert dict(zip(cases, states, strict=True)) == expected
 
 
-async def test_a_client_that_reconnects_with_its_key(
-    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before or just after the first connection closes; the last disconnect cancels."""
-    monkeypatch.setattr(waiters, "REJOIN", 0.2)
-    name, first, task = await begin_request(jobs, "/v1/videos/sync", Idempotency_Key="k")
-    _, second, other = await begin_request(jobs, "/v1/videos/sync", Idempotency_Key="k")
-    await disconnect(jobs, first, task)
-    await asyncio.sleep(0.3)
-    assert jobs.get_state(name) == "queued"
-    await disconnect(jobs, second, other)
-    third_name, third, third_task = await begin_request(
-        jobs, "/v1/videos/sync", Idempotency_Key="k"
-    )
-    await asyncio.sleep(0.3)
-    assert third_name == name and jobs.get_state(name) == "queued"
-    await disconnect(jobs, third, third_task)
-    await asyncio.sleep(0.3)
-    assert jobs.get_state(name) == "deleted"
+GRACES: dict[str, tuple[tuple[float | None, ...], list[str]]] = {
+    # seconds that each client has to connect again (None: it still waits); cancelled jobs
+    "all have left": ((0.0, 0.0), ["a"]),
+    "the last one has time": ((0.0, 60.0), []),
+    "one waits": ((0.0, None), []),
+    "an earlier one waits": ((None, 0.0), []),
+}
 
 
-@pytest.mark.parametrize(("grace", "abandoned"), [(60.0, []), (0.0, ["a"])])
+@pytest.mark.parametrize("case", GRACES)
 async def test_each_disconnect_has_its_own_grace(
-    grace: float, abandoned: list[str], monkeypatch: pytest.MonkeyPatch
+    case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    graces, cancelled = GRACES[case]
     job, names = ServiceJob("a", {}, key="k"), list[str]()
     clients = waiters.Waiters(names.append)
     connections = [clients.wait(job, is_existing) for is_existing in (False, True)]
     notes = [connection.__enter__() for connection in connections]
-    for seconds, note_disconnect, connection in zip((0.0, grace), notes, connections, strict=True):
-        monkeypatch.setattr(waiters, "REJOIN", seconds)
-        note_disconnect()
-        connection.__exit__(None, None, None)
+    for seconds, note_disconnect, connection in zip(graces, notes, connections, strict=True):
+        if seconds is not None:
+            monkeypatch.setattr(waiters, "REJOIN", seconds)
+            note_disconnect()
+            connection.__exit__(None, None, None)
     await asyncio.sleep(0.01)
-    assert names == abandoned
+    assert names == cancelled
 
 
 async def test_who_waits_gets_the_video_until_the_service_stops(jobs: Jobs) -> None:
@@ -171,6 +186,11 @@ async def test_who_waits_gets_the_video_until_the_service_stops(jobs: Jobs) -> N
     status, _, answer = await task
     content = base64.b64encode(b"video").decode()
     assert (status, answer) == (200, {"video_id": name, "video_bytes": content})
+    by_path = {"response_format": "video_path"}
+    name, _, task = await begin_request(jobs, "/v1/videos/generations", by_path)
+    jobs.complete(name)
+    path = str(jobs.folder / "jobs" / name / "video.mp4")
+    assert (await task)[2] == {"video_id": name, "video_path": path}
     _, _, video = await jobs.request(f"/v1/videos/{name}")
     expected = {"file_name": f"{name}.mp4", "media_type": "video/mp4", "quality": "default"}
     assert {key: video[key] for key in expected} == expected
@@ -190,14 +210,6 @@ async def test_who_waits_gets_the_video_until_the_service_stops(jobs: Jobs) -> N
     assert (await jobs.request("/health"))[2]["status"] == "stopping"
 
 
-async def test_after_a_restart_a_disconnect_cancels_nothing(tmp_path: Path) -> None:
-    name = await Jobs(tmp_path / "jobs").create(Idempotency_Key="k")
-    jobs = Jobs(tmp_path / "jobs")
-    same, disconnected, task = await begin_request(jobs, "/v1/videos/sync", Idempotency_Key="k")
-    await disconnect(jobs, disconnected, task)
-    assert same == name and jobs.get_state(name) == "queued"
-
-
 # Remaining data of a deleted job.
 
 
@@ -210,15 +222,6 @@ async def run_cleanup(jobs: Jobs, until: Callable[[], object]) -> None:
             break
     task.cancel()
     assert until()
-
-
-async def test_nothing_of_a_deleted_job_is_left_at_once(jobs: Jobs) -> None:
-    texts = {"prompt": "zq private zq", "negative_prompt": "zq unwanted zq"}
-    name = await jobs.create(texts, Idempotency_Key="zq key zq")
-    jobs.complete(name)
-    assert jobs.find_files_with("zq private zq")
-    await jobs.request(f"/v1/videos/{name}", method="DELETE")
-    assert not jobs.find_files_with("zq ")
 
 
 @pytest.mark.parametrize("limits", [Limits(keep_days=1), Limits(quota=0)], ids=["days", "quota"])
@@ -268,9 +271,9 @@ async def test_a_journal_of_an_earlier_version(tmp_path: Path) -> None:
     (jobs.folder / "jobs" / name / "upload-image").write_bytes(b"zq private zq")
     reopened = Jobs(tmp_path / "jobs")
     await run_cleanup(reopened, lambda: not reopened.find_files_with("zq private zq"))
-    assert (await reopened.request(f"/v1/videos/{kept_id}"))[2]["guidance"] is None
+    assert (await reopened.get_video(kept_id))["guidance"] is None
     new_id = await reopened.create()
-    assert (await reopened.request(f"/v1/videos/{new_id}"))[2]["guidance"] == {
+    assert (await reopened.get_video(new_id))["guidance"] == {
         "high_noise": 3.0,
         "low_noise": 3.0,
     }
@@ -478,8 +481,10 @@ async def test_previews_of_a_job(jobs: Jobs) -> None:
 
 
 async def test_metrics(jobs: Jobs) -> None:
-    completed, failed, gone, waiting = [await jobs.create() for _ in range(4)]
-    jobs.complete(completed, 5.0, record=RECORD)
+    completed, *others = [await jobs.create({"n": n}) for n in (2, 1, 1, 1)]
+    failed, gone, waiting = others
+    for name in (completed, f"{completed}.1"):
+        jobs.complete(name, 5.0, record=RECORD)
     jobs.start_idle_ranks()
     jobs.handle_rank_message("failed", job=failed, code="not_finite", message="It is black.")
     await jobs.request(f"/v1/videos/{gone}", method="DELETE")
@@ -493,18 +498,18 @@ async def test_metrics(jobs: Jobs) -> None:
         'wan_jobs_total{event="deleted"}': 1,
         'wan_failures_total{code="not_finite"}': 1,
         "wan_restarts_total": 1,
-        "wan_job_seconds_sum": 5,
+        "wan_job_seconds_sum": 10,
         "wan_queue_seconds_count": 2,
-        'wan_stage_seconds_sum{stage="text"}': 1,
-        "wan_step_seconds_sum": 2,
+        'wan_stage_seconds_sum{stage="text"}': 2,
+        "wan_step_seconds_sum": 4,
         'wan_texts_total{from="cache"}': 0,
-        'wan_texts_total{from="encoder"}': 1,
-        "wan_energy_joules_total": 70,
+        'wan_texts_total{from="encoder"}': 2,
+        "wan_energy_joules_total": 140,
         "wan_joules_per_video": 70,
         'wan_power_watts{rank="0"}': 30,
         'wan_power_watts{rank="1"}': 40,
         'wan_clock_mhz{rank="0"}': 900,
-        "wan_clock_limited_seconds_total": 2,
+        "wan_clock_limited_seconds_total": 4,
         'wan_peak_memory_bytes{kind="device"}': 5e6,
         "wan_jobs_waiting": 1,
         "wan_jobs_running": 0,
@@ -514,3 +519,9 @@ async def test_metrics(jobs: Jobs) -> None:
     }
     assert {name: float(values.get(name, "nan")) for name in expected} == expected
     assert jobs.get_state(waiting) == "queued"
+    board = json.loads((REPO / "examples/serve/grafana.json").read_text())
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    shown = {name for text in expressions for name in re.findall(r"\bwan_\w+", text)}
+    exported = {name.partition("{")[0] for name in values}
+    exported |= {*re.findall(r"(?m)^# TYPE (\w+) gauge$", text)}  # those without a value, too
+    assert len(shown) > 10 and shown <= exported, shown - exported

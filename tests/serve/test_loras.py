@@ -120,14 +120,8 @@ async def test_every_form_is_the_same_job(jobs: Jobs, field: str, value: Any) ->
     job = jobs.service.journal.get(name)
     assert job is not None
     assert job.settings["video_lora"] == [{"name": "a", "scale": 0.5}]
-    video = (await jobs.request(f"/v1/videos/{name}"))[2]
+    video = await jobs.get_video(name)
     assert video["lora"] == job.settings["video_lora"]
-
-
-async def test_no_lora(jobs: Jobs) -> None:
-    for value in (None, {}, []):
-        job = jobs.service.journal.get(await jobs.create({"lora": value}))
-        assert job is not None and "video_lora" not in job.settings
 
 
 async def test_jobs_of_the_same_loras_follow_each_other(jobs: Jobs) -> None:
@@ -145,15 +139,6 @@ async def test_jobs_of_the_same_loras_follow_each_other(jobs: Jobs) -> None:
     status, _, remix = await jobs.request(f"/v1/videos/{names[0]}/remix", {"prompt": "other"})
     assert (status, remix["lora"]) == (200, [{"name": "a", "scale": 1.0}])
     assert idle_ranks.job_groups[-1][0]["settings"]["video_lora"] == remix["lora"]
-
-
-async def test_the_journal_brings_them_back(jobs: Jobs, tiny: Any, folder: Path) -> None:
-    name = await jobs.create({"lora": [{"name": "b", "scale": -1}]})
-    await jobs.service.journal.save(10)
-    jobs.service.journal.close()
-    flags = ["--ckpt_dir", str(tiny("t2v-A14B")), "--lora_folder", str(folder)]
-    job = Jobs(jobs.folder, flags=flags).service.journal.get(name)
-    assert job is not None and job.settings["video_lora"] == [{"name": "b", "scale": -1.0}]
 
 
 def test_ranks_compare_the_content(tmp_path: Path, tiny: Any) -> None:

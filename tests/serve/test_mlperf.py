@@ -56,18 +56,6 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert names == {Path(entry["video_list"][0]).name for entry in entries}
 
 
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.xdist_group("serve")
-def test_cached_answers_are_detected_over_http(tmp_path: Path) -> None:
-    options = ["--service", "--scenarios", "SingleStream", "--tests", "performance", "test04"]
-    row = run_benchmark(tmp_path / "cached", *options, "--cached")["SingleStream"]
-    assert row["test04"] == "fail" and row["gain_of_the_same"] > rules.MOST_GAIN
-    log = tmp_path / "cached" / "mode0" / "service" / "jobs"
-    prompts = [json.loads(file.read_text())["settings"] for file in log.glob("*/video.json")]
-    assert {settings["sample_steps"] for settings in prompts} == {4}
-
-
 def test_flags_that_the_closed_division_forbids(tmp_path: Path) -> None:
     out = tmp_path / "found"
     messages = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from collections.abc import Iterator
@@ -11,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.serve.bodies import FORM, make_data_url, make_form, make_picture
 from tests.serve.jobs import PROMPT, Jobs
-from tests.serve.test_peer_requests import FORM, make_data_url, make_form
 from wan.serve import __main__ as command
 from wan.serve import fields, page_routes
 from wan.serve.openapi import make_openapi
@@ -207,7 +206,7 @@ async def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
         "negative_prompt": "dark",
     }
     first = await jobs.create(sent)
-    video = (await jobs.request(f"/v1/videos/{first}"))[2]
+    video = await jobs.get_video(first)
     assert video["request"] == {
         "prompt": PROMPT,
         "size": "64x64",
@@ -224,8 +223,8 @@ async def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
     status, headers, content = await jobs.request(path)
     assert (status, headers["content-type"]) == (200, "application/octet-stream")
     assert headers["x-content-type-options"] == "nosniff"
-    assert content == base64.b64decode(make_data_url().partition(",")[2])
-    url = f"data:;base64,{base64.b64encode(content).decode()}"
+    assert content == make_picture()
+    url = make_data_url(media_type="")
     form = make_form({"extra_body": json.dumps(video["request"]), "input_reference": url})
     second = (await jobs.request("/v1/videos", form, Content_Type=FORM))[2]["id"]
     one, two = (jobs.service.find_job(name) for name in (first, second))
@@ -248,13 +247,13 @@ async def test_a_missing_file_is_named(task: str, param: str, tmp_path: Path) ->
 async def test_where_a_video_is_in_the_queue(jobs: Jobs) -> None:
     first = await jobs.create()
     jobs.complete(first, seconds=8)
-    assert "queue_position" not in (await jobs.request(f"/v1/videos/{first}"))[2]
+    assert "queue_position" not in (await jobs.get_video(first))
     names = [await jobs.create() for _ in range(3)]
-    videos = [(await jobs.request(f"/v1/videos/{name}"))[2] for name in names]
+    videos = [(await jobs.get_video(name)) for name in names]
     assert [video["queue_position"] for video in videos] == [0, 1, 2]
     assert [video["seconds_left"] for video in videos] == [8, 16, 24]
     jobs.start_idle_ranks()
-    running = (await jobs.request(f"/v1/videos/{names[0]}"))[2]
+    running = await jobs.get_video(names[0])
     assert running["queue_position"] is None and 0 < running["seconds_left"] <= 8
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.serve.bodies import FORM, make_form
 from tests.serve.jobs import PROMPT, Jobs
 from tests.serve.test_journal import RECORD, write_finished_video
-from tests.serve.test_peer_requests import FORM, make_form
 from wan.serve.service import Limits
 
 SEVERAL: dict[str, tuple[dict[str, Any], list[int]]] = {
@@ -26,27 +26,20 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
-async def get_video(jobs: Jobs, name: str) -> dict[str, Any]:
-    """Returns the video object of a job."""
-    status, _, video = await jobs.request(f"/v1/videos/{name}")
-    assert status == 200
-    return dict(video)
-
-
 async def test_seeds(jobs: Jobs) -> None:
     """Each request has its seeds, and its fields sent again have the same ones."""
     for fields, seeds in SEVERAL.values():
-        video = await get_video(jobs, await jobs.create(fields))
+        video = await jobs.get_video(await jobs.create(fields))
         assert [output["seed"] for output in video["data"]] == seeds and video["seed"] == seeds[0]
-        again = await get_video(jobs, await jobs.create(video["request"]))
+        again = await jobs.get_video(await jobs.create(video["request"]))
         assert again["data"][0]["seed"] == seeds[0] and again["request"] == video["request"]
     for field, value, seeds in (("seed[]", ["3", "1"], [3, 1]), ("seed", "[2, 4]", [2, 4])):
         form = make_form({"prompt": PROMPT, field: value})
         _, _, video = await jobs.request("/v1/videos", form, Content_Type=FORM)
         assert [output["seed"] for output in video["data"]] == seeds
-    drawn = (await get_video(jobs, await jobs.create({"n": 3})))["data"]
+    drawn = (await jobs.get_video(await jobs.create({"n": 3})))["data"]
     assert [output["seed"] - drawn[0]["seed"] for output in drawn] == [0, 1, 2]
-    mixed = (await get_video(jobs, await jobs.create({"seed": [5, -1]})))["data"]
+    mixed = (await jobs.get_video(await jobs.create({"seed": [5, -1]})))["data"]
     assert mixed[0]["seed"] == 5 and mixed[1]["seed"] >= 0
 
 
@@ -61,7 +54,7 @@ async def test_one_after_the_other(jobs: Jobs) -> None:
         (command,) = ranks.job_groups[-1]
         assert command["settings"]["base_seed"] == 7 + index
         jobs.handle_rank_message("step", job=command["job"], done=1, total=2)
-        video = await get_video(jobs, name)
+        video = await jobs.get_video(name)
         assert (video["status"], video["attempt"]) == ("in_progress", 1)
         assert video["steps"] == [2 * index + 1, 6]
         assert video["progress"] == int(99 * (2 * index + 1) / 6)
@@ -80,7 +73,7 @@ async def test_one_after_the_other(jobs: Jobs) -> None:
         assert (
             f'filename="{name}{f"-{index}" if index else ""}.mp4"' in headers["content-disposition"]
         )
-    video = await get_video(jobs, name)
+    video = await jobs.get_video(name)
     assert (video["status"], video["progress"], video["inference_time_s"]) == ("completed", 100, 6)
     assert video["stage_durations"] == {"denoising": 3} and video["peak_memory_mb"] == 3
     assert [output["url"] for output in video["data"]] == [
@@ -97,16 +90,17 @@ async def test_one_after_the_other(jobs: Jobs) -> None:
 
 def make_record(index: int) -> dict[str, Any]:
     """Returns a part of the record of a video."""
-    return {"seconds": {"denoising": index}, "peak_memory_bytes": {"host": 1e6 * (index + 1)}}
+    return {"seconds": {"denoising": index}, "peak_memory_bytes": {"host": 1e6 * (3 - index)}}
 
 
 async def test_events_of_each_video(jobs: Jobs) -> None:
+    """Also for a client that listens after the first one is complete."""
     name = await jobs.create({"n": 2})
     ranks = jobs.start_idle_ranks()
+    jobs.complete(ranks.job_groups[-1][0]["job"])
     stream = asyncio.create_task(jobs.request(f"/v1/videos/{name}/events"))
-    for _ in range(2):
-        await asyncio.sleep(0.02)
-        jobs.complete(ranks.job_groups[-1][0]["job"])
+    await asyncio.sleep(0.02)
+    jobs.complete(ranks.job_groups[-1][0]["job"])
     _, _, text = await stream
     events = [line for line in text.decode().splitlines() if '"completed": 1' in line]
     assert [json.loads(event.removeprefix("data: "))["total"] for event in events] == [2]
@@ -134,12 +128,11 @@ async def test_videos_are_counted_by_the_queue_and_its_estimates(tmp_path: Path)
     assert (estimates.estimate_wait(last), estimates.estimate_wait()) == (30, 50)
     jobs.start_idle_ranks()
     assert estimates.estimate_wait(last) == pytest.approx(30, abs=1)
+    job = jobs.service.find_job(first)
+    job.started = time.time() - 12  # the time of the first video
     jobs.complete(first, 10.0)
     assert estimates.estimate_wait(last) == pytest.approx(20, abs=1)
-    job = jobs.service.find_job(first)
-    job.started = time.time() - 12  # of which 10 s for the first video
-    job.output_started = time.time() - 2
-    assert estimates.estimate_end(job) == (None, pytest.approx(18, abs=1))
+    assert estimates.estimate_end(job) == (None, pytest.approx(20, abs=1))
 
 
 async def test_a_failed_video_keeps_those_before(jobs: Jobs) -> None:
@@ -147,12 +140,30 @@ async def test_a_failed_video_keeps_those_before(jobs: Jobs) -> None:
     ranks = jobs.start_idle_ranks()
     jobs.complete(name)
     jobs.handle_rank_message("failed", job=f"{name}.1", code="not_finite", message="A NaN.")
-    video = await get_video(jobs, name)
+    video = await jobs.get_video(name)
     assert video["error"] == {"code": "not_finite", "message": "Video 2 of 3: A NaN."}
     assert [output["status"] for output in video["data"]] == ["completed", "failed", "failed"]
     assert (await jobs.request(f"/v1/videos/{name}/content"))[2] == b"video"
     assert (await jobs.request(f"/v1/videos/{name}/content?index=1"))[0] == 404
     assert len(ranks.job_groups) == 2  # the third video was not made
+
+
+async def test_each_video_has_its_own_attempts(jobs: Jobs) -> None:
+    name = await jobs.create({"n": 2})
+    jobs.start_idle_ranks()
+    attempts = []
+    for completed in ((), (name,), (f"{name}.1",)):
+        for output in completed:
+            jobs.complete(output)
+        jobs.handle_rank_message("ended", code="ranks_lost", message="The ranks have ended.")
+        jobs.handle_rank_message("ready")
+        video = await jobs.get_video(name)
+        attempts.append((video["status"], video["attempt"], video["steps"]))
+    assert attempts == [
+        ("in_progress", 2, [0, 4]),
+        ("in_progress", 2, [2, 4]),
+        ("completed", 2, [4, 4]),
+    ]
 
 
 async def test_videos_that_share_the_loads_of_experts(tmp_path: Path) -> None:
@@ -165,12 +176,12 @@ async def test_videos_that_share_the_loads_of_experts(tmp_path: Path) -> None:
     assert names == [first, f"{first}.1", f"{first}.2", second]
     for name in names:
         jobs.handle_rank_message("step", job=name, done=1, total=2)
-    assert (await get_video(jobs, first))["steps"] == [3, 6]
+    assert (await jobs.get_video(first))["steps"] == [3, 6]
     jobs.handle_rank_message("failed", job=f"{first}.1", code="not_finite", message="A NaN.")
     assert ranks.cancelled == [first, f"{first}.2"] and jobs.get_state(first) == "in_progress"
     for name in (first, f"{first}.2"):
         jobs.handle_rank_message("failed", job=name, code="cancelled", message="Cancelled.")
-    video = await get_video(jobs, first)
+    video = await jobs.get_video(first)
     assert video["error"] == {"code": "not_finite", "message": "Video 2 of 3: A NaN."}
     jobs.complete(second, 11.0, loading=10.0)
     assert [command["job"] for command in ranks.job_groups[-1]] == [f"{second}.1", f"{second}.2"]
@@ -187,7 +198,9 @@ async def test_a_restart_continues_with_the_next_video(is_recorded: bool, tmp_pa
     """Also if the service was killed between the file of a video and its row in the journal."""
     jobs = Jobs(tmp_path / "jobs", Limits(batch_size=1))
     name = await jobs.create({"n": 3, "seed": 7})
-    ranks = jobs.start_idle_ranks()
+    jobs.start_idle_ranks()
+    jobs.handle_rank_message("ended", code="ranks_lost", message="The ranks have ended.")
+    jobs.handle_rank_message("ready")  # a second attempt, which only counts for the first video
     if is_recorded:
         jobs.complete(name)
     folder = jobs.folder / "jobs" / name
@@ -196,14 +209,33 @@ async def test_a_restart_continues_with_the_next_video(is_recorded: bool, tmp_pa
     (folder / "video-1.preview.jpg").write_bytes(b"\xff\xd8\xff")
     jobs.service.journal.close()  # as written before a kill
     reopened = Jobs(jobs.folder, Limits(batch_size=1))
-    video = await get_video(reopened, name)
+    video = await reopened.get_video(name)
     assert (video["status"], video["steps"]) == ("queued", [2, 6])
     assert {path.name for path in folder.iterdir()} == {"video.mp4", "video.json"}
     ranks = reopened.start_idle_ranks()
     for index in (1, 2):
         assert ranks.job_groups[-1][0]["job"] == f"{name}.{index}"
         reopened.complete(f"{name}.{index}")
-    assert (await get_video(reopened, name))["progress"] == 100
+    assert (await reopened.get_video(name))["progress"] == 100
+
+
+async def test_kills_during_the_second_video(tmp_path: Path) -> None:
+    """They are attempts of that video, although the first one is complete."""
+    jobs = Jobs(tmp_path / "jobs", Limits(batch_size=1))
+    name = await jobs.create({"n": 2})
+    jobs.start_idle_ranks()
+    jobs.complete(name)
+    folder = jobs.folder / "jobs" / name
+    (folder / "video.mp4").unlink()
+    write_finished_video(folder)
+    states = []
+    for _ in range(2):
+        jobs.service.journal.close()  # as written before a kill
+        jobs = Jobs(jobs.folder, Limits(batch_size=1))
+        video = await jobs.get_video(name)
+        states.append((video["status"], video["attempt"]))
+        jobs.start_idle_ranks()
+    assert states == [("queued", 1), ("failed", 2)]
 
 
 async def test_a_video_that_is_gone_at_the_start_is_made_again(tmp_path: Path) -> None:
@@ -215,22 +247,22 @@ async def test_a_video_that_is_gone_at_the_start_is_made_again(tmp_path: Path) -
     (jobs.folder / "jobs" / name / "video.mp4").unlink()
     jobs.service.journal.close()
     reopened = Jobs(jobs.folder, Limits(batch_size=1))
-    assert (await get_video(reopened, name))["steps"] == [0, 6]
+    assert (await reopened.get_video(name))["steps"] == [0, 6]
     (command,) = reopened.start_idle_ranks().job_groups[-1]
     assert command["job"] == name
 
 
 async def test_a_lost_journal(tmp_path: Path) -> None:
-    """All videos of a folder become one completed job."""
+    """All videos of a folder become one completed job, which ended with the last one."""
     jobs = Jobs(tmp_path / "jobs")
     name = await jobs.create({"n": 2})
-    for stem, seed in (("video", 7), ("video-1", 3)):
-        write_finished_video(jobs.folder / "jobs" / name, RECORD | {"seed": seed}, stem)
+    for number, (stem, seed) in enumerate((("video", 7), ("video-1", 3))):
+        record = RECORD | {"seed": seed, "run": {"date": f"2026-01-0{number + 1}T00:00:00+00:00"}}
+        write_finished_video(jobs.folder / "jobs" / name, record, stem)
     jobs.service.journal.close()
     (jobs.folder / "journal.sqlite").unlink()
-    video = await get_video(Jobs(jobs.folder), name)
-    assert video["status"] == "completed"
-    assert [(output["seed"], output["status"]) for output in video["data"]] == [
-        (7, "completed"),
-        (3, "completed"),
-    ]
+    video = await Jobs(jobs.folder).get_video(name)
+    assert (video["status"], video["steps"], video["inference_time_s"]) == ("completed", [4, 4], 4)
+    assert video["completed_at"] == 1767312000
+    outputs = [(output["seed"], output["status"]) for output in video["data"]]
+    assert outputs == [(7, "completed"), (3, "completed")]

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from base64 import b64encode
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from tests.refusals import check_refusals
+from tests.serve.bodies import FORM, make_data_url, make_form, make_picture
 from tests.serve.jobs import PROMPT, IdleRanks, Jobs
-from wan.serve.repeats import hash_request
 from wan.serve.service import Limits
 
-RETRY_HEADERS: dict[str, Any] = {"x_stainless_retry_count": "1"}
 SINGLE_JOB = Limits(batch_size=1)
 RANKS_LOST: dict[str, Any] = {"code": "ranks_lost", "message": "The ranks have ended."}
 
@@ -67,9 +63,11 @@ async def test_the_wait_is_that_of_the_jobs_before(jobs: Jobs) -> None:
 
 
 async def test_estimates_after_a_restart_are_of_the_newest_jobs(jobs: Jobs) -> None:
-    """The median of the last five: of 1, ..., 8 s it is 6."""
+    """The median of the last five: of 1, ..., 8 s for each of two videos it is 6."""
     for seconds in range(1, 9):
-        jobs.complete(await jobs.create(), float(seconds), ended=1e9 + seconds)
+        name = await jobs.create({"n": 2})
+        jobs.complete(name, float(seconds))
+        jobs.complete(f"{name}.1", float(seconds), ended=1e9 + seconds)
     jobs.service.journal.close()
     reopened = Jobs(jobs.folder, SINGLE_JOB)
     job = reopened.service.find_job(await reopened.create())
@@ -90,12 +88,11 @@ async def test_an_estimate_of_other_work(jobs: Jobs) -> None:
 
 async def test_an_estimate_of_more_clips(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path / "jobs", flags=["--task", "i2v-A14B"])
-    image = {"input_reference": make_data_url(make_picture(1))}
+    image = {"input_reference": make_data_url()}
     one, three = [await jobs.create({**image, "prompt": ["a"] * count}) for count in (1, 3)]
     jobs.complete(one, 10.0)
-    assert jobs.service.estimates.estimate_seconds(jobs.service.find_job(three)) == pytest.approx(
-        30
-    )
+    three_clips = jobs.service.find_job(three)
+    assert jobs.service.estimates.estimate_seconds(three_clips) == pytest.approx(30)
 
 
 async def test_four_later_jobs_of_the_last_shape_may_pass_one(jobs: Jobs) -> None:
@@ -157,17 +154,14 @@ LIMITS: list[tuple[Limits, dict[str, Any], bool]] = [
 
 async def test_limits_of_a_request(tmp_path: Path) -> None:
     """The frames and prompts of all clips of a long video count."""
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", "i2v-A14B"])
+    common = {"prompt": PROMPT, "input_reference": make_data_url()}
     wrong, messages = {}, {}
     for number, (limits, body, is_taken) in enumerate(LIMITS):
-        jobs = Jobs(tmp_path / str(number), limits, flags=["--task", "i2v-A14B"])
-        request_fields = {
-            "prompt": PROMPT,
-            "input_reference": make_data_url(make_picture(1)),
-            **body,
-        }
-        status, _, answer = await jobs.request("/v1/videos", request_fields)
-        stored = len(make_picture(1)) if is_taken else 0
-        if ((status == 200), jobs.service.journal.count_bytes()) != (is_taken, stored):
+        jobs.service.limits, bytes_before = limits, jobs.service.journal.count_bytes()
+        status, _, answer = await jobs.request("/v1/videos", common | body)
+        num_bytes = jobs.service.journal.count_bytes() - bytes_before
+        if (status == 200, num_bytes) != (is_taken, is_taken * len(make_picture())):
             wrong[number] = limits, body, answer
         if not is_taken:
             messages[f"{number}: {body}"] = answer["error"]["message"]
@@ -186,89 +180,32 @@ async def test_seconds_are_the_nearest_number_of_frames(jobs: Jobs) -> None:
     assert frame_counts == rows
 
 
-@pytest.mark.parametrize("waiting", [2, 3])
-async def test_as_many_jobs_share_a_load_as_the_limit_says(waiting: int, tmp_path: Path) -> None:
-    """If loading takes all the time, as many jobs as allowed share it."""
+async def test_as_many_jobs_share_a_load_as_the_limit_says(tmp_path: Path) -> None:
+    """If loading takes all the time; jobs of lower priority do not share it."""
     jobs = Jobs(tmp_path / "jobs", Limits(batch_size=2))
     ranks = jobs.start_idle_ranks()
     first = await jobs.create()
-    others = [await jobs.create() for _ in range(waiting)]
+    others = [await jobs.create() for _ in range(3)]
     low = await jobs.create({"priority": -1})
-    job = jobs.service.find_job(first)
-    jobs.service.files.video_path(job).write_bytes(b"video")
-    jobs.handle_rank_message("done", job=first, texts=[0, 1], seconds=10.0, loading=10.0)
-    for name in [*others, low]:
-        if jobs.get_state(name) == "in_progress":
-            jobs.complete(name)
-    pairs = [others[index : index + 2] for index in range(0, waiting, 2)]
-    assert list_group_ids(ranks)[: 1 + len(pairs)] == [[first], *pairs]
+    for name in (first, *others, low):
+        jobs.complete(name, 10.0, loading=10.0)
+    assert list_group_ids(ranks) == [[first], others[:2], others[2:], [low]]
 
 
 # Images.
 
 
-def make_picture(number: int) -> bytes:
-    """Returns a PNG of one color."""
-    file = BytesIO()
-    Image.new("RGB", (64, 64), (number, 0, 0)).save(file, "PNG")
-    return file.getvalue()
-
-
-def make_data_url(content: bytes) -> str:
-    """Returns a PNG as a data URL."""
-    return f"data:image/png;base64,{b64encode(content).decode()}"
-
-
 async def test_more_than_ten_pictures_stay_in_order(tmp_path: Path) -> None:
     """The ranks get the images in the order of the request."""
     pictures = [make_picture(number) for number in range(12)]
-    kind = "multipart/form-data; boundary=edge"
-    head = '--edge\r\nContent-Disposition: form-data; name="{}"{}\r\n\r\n'
-    form = head.format("prompt", "").encode() + PROMPT.encode() + b"\r\n"
-    for content in pictures:
-        form += head.format("src_ref_images", '; filename="x.png"').encode() + content + b"\r\n"
+    form = make_form({"prompt": PROMPT, "src_ref_images": pictures})
     jobs = Jobs(tmp_path / "jobs", SINGLE_JOB, flags=["--task", "vace-A14B"])
     ranks = jobs.start_idle_ranks()
-    status, _, video = await jobs.request("/v1/videos", form + b"--edge--\r\n", Content_Type=kind)
+    status, _, video = await jobs.request("/v1/videos", form, Content_Type=FORM)
     assert status == 200, video
     ((job,),) = ranks.job_groups
     files = map(Path, job["settings"]["src_ref_images"])
     assert [file.read_bytes() for file in files] == pictures
-
-
-# Repeated requests.
-
-
-async def test_a_repeat_is_that_of_the_last_equal_request(jobs: Jobs) -> None:
-    """Also if the earlier jobs are done, and after the last one was deleted."""
-    body = {"prompt": PROMPT, "seed": 3}
-    ids = [await jobs.create(body) for _ in range(3)]
-    jobs.complete(ids[0])
-    assert (await jobs.request("/v1/videos", body, **RETRY_HEADERS))[2]["id"] == ids[2]
-    other_order = dict(reversed(body.items()))
-    assert (await jobs.request("/v1/videos", other_order, **RETRY_HEADERS))[2]["id"] == ids[2]
-    other = (await jobs.request("/v1/videos", body | {"seed": 4}, **RETRY_HEADERS))[2]["id"]
-    assert other not in ids
-    await jobs.request(f"/v1/videos/{ids[2]}", method="DELETE")
-    assert (await jobs.request("/v1/videos", body, **RETRY_HEADERS))[2]["id"] == ids[1]
-
-
-async def test_repeats_are_recognized_after_a_restart(jobs: Jobs) -> None:
-    ids = [await jobs.create() for _ in range(2)]
-    keyed = await jobs.create({}, Idempotency_Key="k")
-    jobs.service.journal.close()
-    reopened = Jobs(jobs.folder, SINGLE_JOB)
-    assert (await reopened.request("/v1/videos", {"prompt": PROMPT}, **RETRY_HEADERS))[2][
-        "id"
-    ] == ids[1]
-    assert await reopened.create({}, Idempotency_Key="k") == keyed
-
-
-def test_the_hash_separates_fields_and_contents() -> None:
-    """The hash includes the boundaries between fields."""
-    first, second = {"image": b"1last_image2"}, {"image": b"1", "last_image": b"2"}
-    assert hash_request(first) != hash_request(second)
-    assert hash_request({"prompt": "1"}) != hash_request({"prompt": 1})
 
 
 # The state of a second attempt.
@@ -306,15 +243,15 @@ async def test_a_job_whose_ranks_were_lost_goes_on_after_its_clips(jobs: Jobs) -
     expected_files = write_attempt_files(jobs, name)
     jobs.service.find_job(name).started = 1.0  # long ago
     jobs.handle_rank_message("ended", **RANKS_LOST)
-    video = (await jobs.request(f"/v1/videos/{name}"))[2]
+    video = await jobs.get_video(name)
     assert (video["status"], video["progress"]) == ("queued", 0)
     assert list_job_files(jobs, name) == expected_files
     jobs.handle_rank_message("ready")
-    video = (await jobs.request(f"/v1/videos/{name}"))[2]
+    video = await jobs.get_video(name)
     assert (video["status"], video["progress"], video["attempt"]) == ("in_progress", 0, 2)
     assert jobs.service.find_job(name).started == pytest.approx(time.time(), abs=60)
     jobs.handle_rank_message("ended", **RANKS_LOST)
-    video = (await jobs.request(f"/v1/videos/{name}"))[2]
+    video = await jobs.get_video(name)
     assert (video["status"], video["error"]["code"]) == ("failed", "ranks_lost")
     assert list_job_files(jobs, name) == {"upload-image"}
 
@@ -326,14 +263,14 @@ async def test_a_job_that_ran_when_the_front_was_killed(jobs: Jobs) -> None:
     expected_files = write_attempt_files(jobs, name)
     await jobs.service.journal.save()
     reopened = Jobs(jobs.folder, SINGLE_JOB)
-    video = (await reopened.request(f"/v1/videos/{name}"))[2]
+    video = await reopened.get_video(name)
     assert (video["status"], video["progress"]) == ("queued", 0)
     assert list_job_files(jobs, name) == expected_files
     reopened.start_idle_ranks()
     write_attempt_files(reopened, name)
     await reopened.service.journal.save()
     last = Jobs(jobs.folder, SINGLE_JOB)
-    video = (await last.request(f"/v1/videos/{name}"))[2]
+    video = await last.get_video(name)
     assert (video["status"], video["error"]["code"]) == ("failed", "interrupted")
     assert list_job_files(jobs, name) == {"upload-image"}
 
@@ -351,9 +288,8 @@ async def test_a_job_that_is_deleted_while_it_runs(jobs: Jobs) -> None:
     )
     assert list_group_ids(ranks) == [[name], [next_id]]
     assert not (jobs.folder / "jobs" / name).exists()
-    jobs.handle_rank_message(
-        "step", job=name, done=5, total=10, follows=True
-    )  # late messages of the cancelled job
+    # late messages of the cancelled job
+    jobs.handle_rank_message("step", job=name, done=5, total=10, follows=True)
     jobs.handle_rank_message("done", job=name, texts=[0, 1], seconds=1.0, loading=0.0)
     assert jobs.get_state(name) == "deleted" and jobs.get_state(next_id) == "in_progress"
 
@@ -369,7 +305,7 @@ async def test_a_stop_is_no_attempt(jobs: Jobs) -> None:
         assert list_job_files(current, name) == expected_files
         current.service.journal.close()
         current = Jobs(jobs.folder, SINGLE_JOB)
-        video = (await current.request(f"/v1/videos/{name}"))[2]
+        video = await current.get_video(name)
         assert (video["status"], video["progress"], video["attempt"]) == ("queued", 0, 0)
         current.start_idle_ranks()
         assert current.get_state(name) == "in_progress"
@@ -381,9 +317,7 @@ async def test_jobs_that_lost_memory_are_made_one_by_one(tmp_path: Path) -> None
     ranks = jobs.start_idle_ranks()
     first = await jobs.create()
     both = [await jobs.create() for _ in range(2)]
-    job = jobs.service.find_job(first)
-    jobs.service.files.video_path(job).write_bytes(b"video")
-    jobs.handle_rank_message("done", job=first, texts=[0, 1], seconds=10.0, loading=10.0)
+    jobs.complete(first, 10.0, loading=10.0)
     assert list_group_ids(ranks)[1:] == [both]
     jobs.handle_rank_message("ended", code="out_of_memory", message="No memory is left.")
     assert [jobs.get_state(name) for name in both] == ["queued", "queued"]
@@ -396,13 +330,12 @@ async def test_jobs_that_lost_memory_are_made_one_by_one(tmp_path: Path) -> None
 async def test_a_remix_of_a_long_video_has_as_many_clips(tmp_path: Path) -> None:
     """It also starts from the same image."""
     jobs = Jobs(tmp_path / "jobs", SINGLE_JOB, flags=["--task", "i2v-A14B"])
-    url = make_data_url(make_picture(200))
-    name = await jobs.create({"prompt": ["a", "b", "c"], "input_reference": url})
+    name = await jobs.create({"prompt": ["a", "b", "c"], "input_reference": make_data_url()})
     remix = (await jobs.request(f"/v1/videos/{name}/remix", {"prompt": "d"}))[2]
-    assert remix["num_frames"] == (await jobs.request(f"/v1/videos/{name}"))[2]["num_frames"]
+    assert remix["num_frames"] == (await jobs.get_video(name))["num_frames"]
     job = jobs.service.find_job(remix["id"])
     assert (job.settings["prompt"], job.settings["num_clip"]) == ("d", 3)
-    assert jobs.service.files.upload_path(job, "image").read_bytes() == make_picture(200)
+    assert jobs.service.files.upload_path(job, "image").read_bytes() == make_picture()
 
 
 async def test_a_remix_has_the_priority_and_the_settings_of_the_other(jobs: Jobs) -> None:
@@ -411,5 +344,5 @@ async def test_a_remix_has_the_priority_and_the_settings_of_the_other(jobs: Jobs
     job = jobs.service.find_job(remix["id"])
     assert (job.priority, job.settings["base_seed"]) == (7, 5)
     assert job.settings["prompt"] == "a blue star"
-    assert remix["guidance"] == (await jobs.request(f"/v1/videos/{name}"))[2]["guidance"]
+    assert remix["guidance"] == (await jobs.get_video(name))["guidance"]
     assert json.loads(jobs.service.find_job(name).shape) == json.loads(job.shape)

@@ -7,13 +7,14 @@ import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.dist import Ranks, make_rank_envs
+from tests.frames import read_frames
 from tests.pipelines import resolve_argv
 from wan.app.flag_parser import parse_flags
 from wan.device import select_device
@@ -21,6 +22,7 @@ from wan.distributed.gloo_group import GlooGroup
 from wan.pipeline import build, denoise
 from wan.pipeline.denoise import DenoisingLoop
 from wan.serve import ranks
+from wan.serve.rpc import FrontLink
 from wan.settings.presets import PRESETS
 from wan.tasks.base import DenoiseInputs, make_video_params
 from wan.utils import env
@@ -29,14 +31,14 @@ from wan.utils import env
 class Front:
     """Implements the link to a front: returns prepared commands, and records messages."""
 
-    def __init__(self, commands: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self) -> None:
         self.cancelled: set[str] = set()
         self.stop_event = threading.Event()
         self.messages: list[dict[str, Any]] = []
-        self._commands = [*commands, {"do": "stop"}]
+        self.commands: list[dict[str, Any]] = [{"do": "stop"}]
 
     def next_command(self, seconds: float) -> dict[str, Any]:
-        return self._commands.pop(0)
+        return self.commands.pop(0)
 
     def send(self, kind: str, **payload: Any) -> None:
         self.messages.append({"is": kind, **payload})
@@ -79,25 +81,51 @@ def test_each_step_is_reported_once(clips: int, phases: int | None) -> None:
     assert done_counts == sorted(done_counts) and {*done_counts} == {*range(4 * clips + 1)}
 
 
-# Texts.
+# Videos.
+
+
+def serve_commands(folder: Path, front: Front, *commands: Sequence[tuple[str, str, int]]) -> None:
+    """Makes videos in this process. commands: Id, prompt and seed of each video of a batch."""
+    argv = ["--size", "32*32", "--frame_num", "5", "--sample_steps", "2", "--device", "cpu"]
+    argv += ["--sample_guide_scale", "1", "--save_file", str(folder / "none.mp4")]
+    for batch in commands:
+        jobs = [
+            {
+                "job": name,
+                "settings": {"prompt": prompt, "base_seed": seed},
+                "file": str(folder / f"{name}.mp4"),
+            }
+            for name, prompt, seed in batch
+        ]
+        front.commands.insert(-1, {"do": "make", "jobs": jobs})
+    setup, link = resolve_argv(argv, require_inputs=False).setup, cast(FrontLink, front)
+    pipeline = build.build_pipeline(setup, select_device("cpu"))
+    assert ranks.RankWorker(parse_flags(argv), pipeline, None, link, 2).serve() == 0
 
 
 def test_the_last_texts_are_kept(tmp_path: Path, one_thread: None) -> None:
     """The newest ones, up to the limit; a video reports how many of its prompts were cached."""
-    argv = ["--size", "32*32", "--frame_num", "5", "--sample_steps", "2", "--device", "cpu"]
-    argv += ["--sample_guide_scale", "1", "--save_file", str(tmp_path / "none.mp4")]
-    prompts = ["x", "y", "z", "x", "z"]
-    commands = []
-    for number, prompt in enumerate(prompts):
-        job = {"job": str(number), "settings": {"prompt": prompt, "base_seed": 1}}
-        commands.append({"do": "make", "jobs": [job | {"file": str(tmp_path / f"{number}.mp4")}]})
-    front: Any = Front(commands)
-    pipeline = build.build_pipeline(
-        resolve_argv(argv, require_inputs=False).setup, select_device("cpu")
-    )
-    assert ranks.RankWorker(parse_flags(argv), pipeline, None, front, 2).serve() == 0
+    front = Front()
+    serve_commands(tmp_path, front, *([(f"{i}", prompt, 1)] for i, prompt in enumerate("xyzxz")))
     texts = [item["texts"] for item in front.messages if item["is"] == "done"]
     assert [tuple(item) for item in texts] == [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1)]
+
+
+def test_videos_that_share_the_loads_of_experts(tmp_path: Path, one_thread: None) -> None:
+    """One of them is cancelled; another one equals the video that is made alone."""
+    front = Front()
+    front.cancelled.add("b")
+    together = [("a", "x", 1), ("b", "x", 2), ("c", "x", 3)]
+    serve_commands(tmp_path, front, together, [("d", "x", 3)])
+    ends = {item["job"]: item for item in front.messages if item["is"] in ("done", "failed")}
+    assert {name: end["is"] for name, end in ends.items()} == {
+        **dict.fromkeys("acd", "done"),
+        "b": "failed",
+    }
+    assert ends["b"]["code"] == "cancelled" and not front.cancelled
+    first, shared, alone = (read_frames(tmp_path / f"{name}.mp4") for name in "acd")
+    assert (shared == alone).all() and (first != alone).any()
+    assert 0 < ends["a"]["loading"] <= ends["c"]["loading"] <= ends["c"]["seconds"]
 
 
 # Errors.

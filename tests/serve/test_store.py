@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import email
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from PIL import Image
 
 from tests.refusals import check_refusals
-from tests.serve.jobs import Jobs, running
-from tests.serve.test_journal import RECORD
+from tests.serve.jobs import PROMPT, Jobs, begin_request, running
+from tests.serve.test_journal import RECORD, write_finished_video
 from wan.serve import store as store_module
 from wan.serve.service import Limits
 from wan.serve.store import Store, StoreUploads
@@ -68,9 +71,9 @@ async def storing(jobs: Jobs, url: str) -> Any:
 
 
 async def wait_until_stored(jobs: Jobs) -> None:
-    while jobs.service.journal.count_tasks("store"):
+    """Waits until no job is left to be stored or removed, and no video is on the local disk."""
+    while jobs.service.journal.count_tasks("store") or jobs.service.files.list_jobs_with_video():
         await asyncio.sleep(0.02)
-    await asyncio.sleep(0.1)
 
 
 def local_names(jobs: Jobs, name: str) -> set[str]:
@@ -96,32 +99,35 @@ def read_parts(status: int, headers: dict[str, str], content: bytes) -> list[tup
 async def test_several_videos_of_a_job_and_a_lost_journal(tmp_path: Path, url: str) -> None:
     """Without the journal they are found by the local records."""
     jobs = make_jobs(tmp_path, url)
-    name = await jobs.create({"seed": [7, 3]})
-    other = await jobs.create()
+    other, name = [await jobs.create({"seed": [7, 3]}) for _ in range(2)]
     async with storing(jobs, url):
-        for index, seed in enumerate((7, 3)):
-            jobs.complete(f"{name}.{index}", record=RECORD | {"seed": seed})
-        jobs.complete(other, record=RECORD)
+        for job_id in (other, name):
+            for index, seed in enumerate((7, 3)):
+                jobs.complete(f"{job_id}.{index}", record=RECORD | {"seed": seed})
         await wait_until_stored(jobs)
         assert {*local_names(jobs, name)} == {"video.json", "video-1.json"}
         for query in ("", "?index=1"):
             path = f"/v1/videos/{name}/content{query}"
             assert (await jobs.request(path))[::2] == (200, VIDEO)
-    await Store(url).remove(other)
+    files, root = fsspec.core.url_to_fs(url)
+    files.rm_file(f"{root}/{other}/video-1.mp4")  # one of its videos is missing
     jobs.service.journal.close()
     (jobs.folder / "journal.sqlite").unlink()
     reopened = make_jobs(tmp_path, url)
     assert {job.id for job in reopened.service.list_stored_jobs()} == {name, other}
     async with storing(reopened, url):
-        await asyncio.sleep(0.1)
-        _, _, page = await reopened.request("/v1/videos")
-        assert [video["id"] for video in page["data"]] == [name]
-        assert [output["seed"] for output in page["data"][0]["data"]] == [7, 3]
+        videos: list[dict[str, Any]] = []
+        while not videos:
+            await asyncio.sleep(0.02)
+            videos = (await reopened.request("/v1/videos"))[2]["data"]
+        assert [video["id"] for video in videos] == [name]
+        assert [output["seed"] for output in videos[0]["data"]] == [7, 3]
         path = f"/v1/videos/{name}/content?index=1"
         assert (await reopened.request(path))[::2] == (200, VIDEO)
         await reopened.request(f"/v1/videos/{name}", method="DELETE")
         await wait_until_stored(reopened)
-    assert list_stored(url) == {} and not local_names(reopened, name)
+    assert not [path for path in list_stored(url) if path.startswith(name)]
+    assert not local_names(reopened, name)
 
 
 async def test_content_comes_from_the_store(tmp_path: Path, url: str) -> None:
@@ -147,6 +153,7 @@ async def test_content_comes_from_the_store(tmp_path: Path, url: str) -> None:
             ("bytes=1-2", 206, VIDEO[1:3]),
             ("bytes=3-", 206, VIDEO[3:]),
             ("bytes=-2", 206, VIDEO[-2:]),
+            ("bytes=-9", 206, VIDEO),
             ("bytes=0-999", 206, VIDEO),
             ("bytes=5-", 416, b""),
             ("bytes=2-1", 200, VIDEO),
@@ -172,39 +179,53 @@ async def test_content_comes_from_the_store(tmp_path: Path, url: str) -> None:
         assert {*list_stored(url)} == {f"{other}/video.mp4", f"{other}/video.json"}
         jobs.service.limits = Limits(keep_days=1e-9)
         expiry = asyncio.create_task(jobs.service._delete_old_jobs())
-        await asyncio.sleep(0.1)
-        await wait_until_stored(jobs)
+        while len(attempts) < 4:
+            await asyncio.sleep(0.02)
         expiry.cancel()
         assert list_stored(url) == {} and attempts[2:] == ["removed"] * 2
 
 
-async def test_mlperfs_route(tmp_path: Path) -> None:
-    jobs = make_jobs(tmp_path, "memory://bucket")
-    body = {"prompt": "x", "response_format": "video_path"}
+async def test_pictures_and_mlperfs_route(tmp_path: Path) -> None:
+    write_finished_video(tmp_path)
+    content, path = (tmp_path / "video.mp4").read_bytes(), "/v1/videos/generations"
+    jobs, answers = make_jobs(tmp_path, "memory://bucket"), {}
     async with storing(jobs, "memory://bucket"):
-        path = "/v1/videos/generations"
-        request = asyncio.create_task(jobs.request(path, body, Idempotency_Key="k"))
-        while not (queued := jobs.service.journal.list_in_state("queued")):
-            await asyncio.sleep(0.01)
-        jobs.complete(queued[0].id)
-        await request
-        await wait_until_stored(jobs)
-        answer = (await jobs.request(path, body, Idempotency_Key="k"))[2]
-        with fsspec.open(answer["video_path"]) as file:
-            assert file.read() == VIDEO
+        for form in ("video_path", "video_bytes"):
+            body = {"prompt": PROMPT, "response_format": form}
+            name, _, task = await begin_request(jobs, path, body, Idempotency_Key=form)
+            jobs.complete(name, video=content)
+            await task
+            await wait_until_stored(jobs)
+            answers[form] = (await jobs.request(path, body, Idempotency_Key=form))[2][form]
+        with fsspec.open(answers["video_path"]) as file:
+            assert file.read() == content == base64.b64decode(answers["video_bytes"])
+        for variant, width in (("thumbnail", 64), ("spritesheet", 256)):
+            query = f"?variant={variant}"
+            picture = await jobs.request(f"/v1/videos/{name}/content{query}")
+            assert (picture[0], picture[1]["content-type"]) == (200, "image/jpeg")
+            assert Image.open(BytesIO(picture[2])).width == width
+        assert local_names(jobs, name) == {"video.json"}
+    jobs.service.journal.close()
+    status, _, answer = await Jobs(tmp_path / "jobs").request(f"/v1/videos/{name}/content")
+    assert status == 410 and "--store" in answer["error"]["message"]
 
 
 async def test_a_store_that_fails(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job stays completed and served; no half video is stored; a restart goes on."""
+    """The job stays completed and served; no half video is stored; a restart goes on.
+
+    The second video of each job cannot be stored.
+    """
     jobs = make_jobs(tmp_path, url)
-    names = [await jobs.create() for _ in range(2)]
+    names = [await jobs.create({"n": 2}) for _ in range(2)]
     backend = MemoryFileSystem if "memory" in url else LocalFileSystem
     whole, num_failures = backend.put_file, 0
 
-    def put_half(self: Any, source: str, target: str, **_: Any) -> None:
+    def put_half(self: Any, source: str, target: str, **more: Any) -> None:
         nonlocal num_failures
+        if "video-1" not in source:
+            return whole(self, source, target, **more)
         num_failures += 1
         if backend is LocalFileSystem:  # an object store shows no half object
             Path(target).write_bytes(Path(source).read_bytes()[:2])
@@ -213,12 +234,13 @@ async def test_a_store_that_fails(
     monkeypatch.setattr(backend, "put_file", put_half)
     async with storing(jobs, url) as attempts:
         for name in names:
-            jobs.complete(name)
+            for index in range(2):
+                jobs.complete(f"{name}.{index}")
         while num_failures < 5:
             await asyncio.sleep(0.02)
         path = f"/v1/videos/{names[0]}/content"
         assert (await jobs.request(path))[2] == VIDEO
-        assert not [name for name in list_stored(url) if Path(name).name == "video.mp4"]
+        assert not [name for name in list_stored(url) if not Path(name).name.startswith(".")]
         await jobs.request(f"/v1/videos/{names[1]}", method="DELETE")
         while jobs.service.journal.count_tasks("store") > 1:
             await asyncio.sleep(0.02)
@@ -228,10 +250,11 @@ async def test_a_store_that_fails(
     restarted = make_jobs(tmp_path, url)
     async with storing(restarted, url):
         await wait_until_stored(restarted)
-        assert {*list_stored(url)} == {f"{names[0]}/video.mp4", f"{names[0]}/video.json"}
+        expected = {f"{names[0]}/video{i}.{end}" for i in ("", "-1") for end in ("mp4", "json")}
+        assert {*list_stored(url)} == expected
         (restarted.folder / "jobs" / names[0] / "video.mp4").write_bytes(VIDEO)
     async with storing(restarted, url):  # it was killed before it removed its file
-        assert local_names(restarted, names[0]) == {"video.json"}
+        assert local_names(restarted, names[0]) == {"video.json", "video-1.json"}
 
     def fail(*_: Any, **__: Any) -> None:
         raise ConnectionError("secret")
@@ -241,40 +264,6 @@ async def test_a_store_that_fails(
     status, _, answer = await restarted.request(path)
     assert (status, answer["error"]["code"]) == (503, "store_unavailable")
     assert "secret" not in str(answer)
-
-
-async def test_without_the_store(tmp_path: Path) -> None:
-    jobs = make_jobs(tmp_path, "memory://bucket")
-    name = await jobs.create()
-    async with storing(jobs, "memory://bucket"):
-        jobs.complete(name)
-        await wait_until_stored(jobs)
-    jobs.service.journal.close()
-    status, _, answer = await Jobs(tmp_path / "jobs").request(f"/v1/videos/{name}/content")
-    assert status == 410 and "--store" in answer["error"]["message"]
-
-
-async def test_pictures_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(video: Path, variant: str, _: int) -> Path:
-        video.with_name(f"{variant}.jpg").write_text(variant)
-        return video
-
-    monkeypatch.setattr(store_module.pictures, "make_picture", make)
-    jobs = make_jobs(tmp_path, "memory://bucket")
-    name = await jobs.create()
-    async with storing(jobs, "memory://bucket"):
-        jobs.complete(name)
-        await wait_until_stored(jobs)
-        for variant in ("thumbnail", "spritesheet"):
-            status, headers, content = await jobs.request(
-                f"/v1/videos/{name}/content?variant={variant}"
-            )
-            assert (status, content, headers["content-type"]) == (
-                200,
-                variant.encode(),
-                "image/jpeg",
-            )
-        assert local_names(jobs, name) == {"video.json"}
 
 
 async def test_refused_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,23 +25,36 @@ def run_generate(*argv: object) -> int:
 
 @dataclass(frozen=True)
 class TaskRun:
-    """A task with its checkpoint, its inputs, and the video that one process generates."""
+    """A task with its checkpoint, its inputs, and the video that one process generates.
+
+    The video is made on first use, once for all workers.
+    """
 
     task: Task
-    folder: Path
+    checkpoint: Path
     inputs: Inputs
-    video: Path
+    folder: Path
 
     @property
     def start(self) -> list[str]:
         """The command line without prompts."""
         input_flags = [str(word) for pair in self.inputs.items() for word in pair]
-        task = ["--task", self.task.checkpoint, "--ckpt_dir", str(self.folder)]
+        task = ["--task", self.task.checkpoint, "--ckpt_dir", str(self.checkpoint)]
         return [*task, *self.task.flags, *input_flags, *QUICK]
 
     @property
     def argv(self) -> list[str]:
-        return [*self.start, *self.task.prompt]
+        return [*self.start, *self.task.prompt_flags]
+
+    @property
+    def video(self) -> Path:
+        path, encoded = self.folder / "out" / "plain.mp4", self.folder / "encoded"
+        with lock_file(self.folder.with_suffix(".lock")):
+            if not encoded.exists():
+                latents = ["--save_latents"] if self.task.latents else []
+                with record_encoded_latents(encoded):
+                    assert run_generate(*self.argv, *latents, "--save_file", path) == 0
+        return path
 
     @property
     def num_encoded_latents(self) -> int:
@@ -76,21 +89,17 @@ def record_encoded_latents(path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def asked(tiny: Tiny, shared_folder: Path) -> Callable[[str], TaskRun]:
-    """asked(task): returns the run of a task, whose video is made once for all workers."""
+    """asked(task): returns the run of a task."""
 
     def ask(name: str) -> TaskRun:
         task, folder = TASKS[name], shared_folder / "tasks" / name
         folder.mkdir(parents=True, exist_ok=True)
-        video, inputs = folder / "out" / "plain.mp4", folder / "inputs.json"
+        inputs = folder / "inputs.json"
         with lock_file(folder.with_suffix(".lock")):
             if not inputs.exists():
                 paths = task.inputs(folder)
-                task_run = TaskRun(task, tiny(task.checkpoint), paths, video)
-                latents = ["--save_latents"] if task.latents else []
-                with record_encoded_latents(folder / "encoded"):
-                    assert run_generate(*task_run.argv, *latents, "--save_file", video) == 0
                 inputs.write_text(json.dumps({flag: str(path) for flag, path in paths.items()}))
         files = {flag: Path(path) for flag, path in json.loads(inputs.read_text()).items()}
-        return TaskRun(task, tiny(task.checkpoint), files, video)
+        return TaskRun(task, tiny(task.checkpoint), files, folder)
 
     return ask

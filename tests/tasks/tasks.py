@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ import wan
 from tools import make_character, make_sound
 
 PROMPT = "a cat walks"
-CLIP_PROMPTS = ["a cat walks", "a cat sits"]
 STEPS = ["--sample_steps", "2", "--sample_shift", "3", "--sample_guide_scale", "2"]
 QUICK = [*STEPS, "--sample_solver", "unipc", "--base_seed", "7"]
 CALL: Mapping[str, Any] = {  # the same in Python
@@ -43,28 +44,65 @@ class Task:
 
     Attributes:
         checkpoint: Name of the task and of its tiny checkpoint.
-        flags: In addition to QUICK, the prompt and the inputs.
+        settings: By flag, in addition to QUICK, the prompt and the inputs.
         inputs: Writes the input files.
         shape: (frames, height, width) of the video.
-        call: Generates the video with the Python class; returns its tensor.
-        body: Of a request, in addition to BODY and the inputs.
-        line: Of a prompt file, for the same video.
-        compared: Flags, each with a file name if it is a folder, whose contents ranks compare.
+        python: The class that generates the video.
+        python_names: Its keywords that differ from the flags.
+        python_call: Its further keywords.
+        prompts: Of the video, or of its clips.
         latents: Whether the latents of the whole video can be saved.
     """
 
     checkpoint: str
-    flags: list[str]
-    inputs: Callable[[Path], Inputs]
+    settings: Mapping[str, Any]
+    inputs: Callable[[Path], Inputs] = lambda _: {}
     shape: tuple[int, int, int]
-    call: Callable[[Any, Inputs], Any]
     python: type
+    python_names: Mapping[str, str] = field(default_factory=dict)
+    python_call: Mapping[str, Any] = field(default_factory=dict)
     fps: int = 16
-    body: Mapping[str, Any] = field(default_factory=dict)
-    line: Mapping[str, Any] = field(default_factory=lambda: {"prompt": PROMPT})
-    prompt: tuple[str, ...] = ("--prompt", PROMPT)
-    compared: tuple[tuple[str, str], ...] = ()
+    prompts: tuple[str, ...] = (PROMPT,)
     latents: bool = True
+
+    @property
+    def flags(self) -> list[str]:
+        pairs = ((f"--{name}", str(join(x, "*"))) for name, x in self.settings.items())
+        return [word for pair in pairs for word in pair]
+
+    @property
+    def prompt_flags(self) -> list[str]:
+        return ["--prompt" if len(self.prompts) == 1 else "--clip_prompts", *self.prompts]
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """The line of a prompt file."""
+        return {"prompt": self.prompts[0] if len(self.prompts) == 1 else [*self.prompts]}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of a request, without the inputs."""
+        values = {name: join(value, "x") for name, value in self.settings.items()}
+        frames = {"num_frames": values.pop("frame_num")} if "frame_num" in values else {}
+        return {**BODY, **self.line, **values, **frames}
+
+    def generate(self, model: Any, inputs: Inputs, **more: Any) -> Any:
+        """Generates the video with an object of the class; returns its tensor."""
+        call = {"input_prompt": self.prompts[0], **self.settings}
+        if len(self.prompts) > 1:
+            call["clip_prompts"] = [*self.prompts]
+        for flag, path in inputs.items():
+            call[flag[2:]] = Image.open(path) if path.suffix == ".png" else str(path)
+        parameters = signature(model.generate).parameters
+        if "max_area" in parameters:
+            call["max_area"] = math.prod(call.pop("size"))
+        names = {"image": "img", **self.python_names}
+        renamed = {names.get(name, name): x for name, x in call.items()}
+        return model.generate(**CALL | renamed | self.python_call | more)
+
+
+def join(value: Any, sign: str) -> Any:
+    return sign.join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def write_picture(path: Path, colour: int = 0, size: tuple[int, int] = (96, 64)) -> Path:
@@ -127,182 +165,89 @@ def _character(folder: Path) -> Inputs:
     return {"--src_root_path": folder / "moves"}
 
 
+SMALL = {"size": (48, 32), "frame_num": 5}
+WIDE = {"size": (64, 32), "frame_num": 5}
 TASKS: dict[str, Task] = {
-    "t2v": Task(
-        checkpoint="t2v-A14B",
-        flags=["--size", "64*32", "--frame_num", "5"],
-        inputs=lambda _: {},
-        shape=(5, 32, 64),
-        python=wan.WanT2V,
-        call=lambda model, _: model.generate(PROMPT, size=(64, 32), frame_num=5, **CALL),
-        body={"size": "64x32", "num_frames": 5},
-    ),
+    "t2v": Task(checkpoint="t2v-A14B", settings=WIDE, shape=(5, 32, 64), python=wan.WanT2V),
     "i2v": Task(
         checkpoint="i2v-A14B",
-        flags=["--size", "48*32", "--frame_num", "5"],
+        settings=SMALL,
         inputs=_image,
         shape=(5, 32, 48),
         python=wan.WanI2V,
-        call=lambda model, given: model.generate(
-            PROMPT, Image.open(given["--image"]), max_area=48 * 32, frame_num=5, **CALL
-        ),
-        body={"size": "48x32", "num_frames": 5},
-        compared=(("--image", ""),),
     ),
     "ti2v": Task(
         checkpoint="ti2v-5B",
-        flags=["--size", "64*32", "--frame_num", "5"],
+        settings=WIDE,
         inputs=_image,
         shape=(5, 32, 64),
         fps=24,
         python=wan.WanTI2V,
-        call=lambda model, given: model.generate(
-            PROMPT, Image.open(given["--image"]), max_area=64 * 32, frame_num=5, **CALL
-        ),
-        body={"size": "64x32", "num_frames": 5},
-        compared=(("--image", ""),),
     ),
     "first and last": Task(
         checkpoint="flf2v-14B",
-        flags=["--size", "48*32", "--frame_num", "5"],
+        settings=SMALL,
         inputs=_both_ends,
         shape=(5, 32, 48),
         python=wan.WanI2V,
-        call=lambda model, given: model.generate(
-            PROMPT,
-            Image.open(given["--image"]),
-            max_area=48 * 32,
-            frame_num=5,
-            last_image=Image.open(given["--last_image"]),
-            **CALL,
-        ),
-        body={"size": "48x32", "num_frames": 5},
-        compared=(("--image", ""), ("--last_image", "")),
     ),
     "vace": Task(
         checkpoint="vace-1.3B",
-        flags=["--size", "48*32", "--frame_num", "5"],
+        settings=SMALL,
         inputs=_sources,
         shape=(5, 32, 48),
         python=wan.WanVace,
-        call=lambda model, given: model.generate(
-            PROMPT,
-            str(given["--src_video"]),
-            str(given["--src_mask"]),
-            [Image.open(given["--src_ref_images"])],
-            size=(48, 32),
-            frame_num=5,
-            **CALL,
-        ),
-        body={"size": "48x32", "num_frames": 5},
-        compared=(("--src_video", ""), ("--src_mask", ""), ("--src_ref_images", "")),
     ),
     "video to video": Task(
         checkpoint="t2v-A14B",
-        flags=["--size", "64*32", "--frame_num", "5", "--strength", "0.5"],
+        settings={**WIDE, "strength": 0.5},
         inputs=_source,
         shape=(5, 32, 64),
         python=wan.WanT2V,
-        call=lambda model, given: model.generate(
-            PROMPT,
-            size=(64, 32),
-            frame_num=5,
-            src_video=str(given["--src_video"]),
-            strength=0.5,
-            **CALL,
-        ),
-        body={"size": "64x32", "num_frames": 5, "strength": 0.5},
-        compared=(("--src_video", ""),),
     ),
     "image and video": Task(
         checkpoint="ti2v-5B",
-        flags=["--size", "64*32", "--frame_num", "5", "--strength", "0.5"],
+        settings={**WIDE, "strength": 0.5},
         inputs=_source_and_image,
         shape=(5, 32, 64),
         python=wan.WanTI2V,
-        call=lambda model, given: model.generate(
-            PROMPT,
-            Image.open(given["--image"]),
-            max_area=64 * 32,
-            frame_num=5,
-            src_video=str(given["--src_video"]),
-            strength=0.5,
-            **CALL,
-        ),
-        body={"size": "64x32", "num_frames": 5, "strength": 0.5},
-        compared=(("--image", ""), ("--src_video", "")),
     ),
     "s2v": Task(
         checkpoint="s2v-14B",
-        flags=["--size", "96*64", "--infer_frames", "12"],  # 12 - 3 and 12 frames
+        settings={"size": (96, 64), "infer_frames": 12},  # 12 - 3 and 12 frames
         inputs=_sound,
         shape=(21, 64, 64),
         python=wan.WanS2V,
-        call=lambda model, given: model.generate(
-            PROMPT,
-            str(given["--image"]),
-            str(given["--audio"]),
-            max_area=96 * 64,
-            infer_frames=12,
-            num_repeat=None,
-            **CALL,
-        ),
-        body={"size": "96x64", "infer_frames": 12},
-        compared=(("--image", ""), ("--audio", "")),
+        python_names={"image": "ref_image_path", "audio": "audio_path"},
+        python_call={"num_repeat": None},
         latents=False,
     ),
     "animate": Task(
         checkpoint="animate-14B",
-        flags=["--frame_num", "5"],  # two clips
+        settings={"frame_num": 5},  # two clips
         inputs=_character,
         shape=(8, 32, 48),
         fps=30,
         python=wan.WanAnimate,
-        call=lambda model, given: model.generate(
-            str(given["--src_root_path"]), input_prompt=PROMPT, clip_len=5, **CALL
-        ),
-        body={"num_frames": 5},
-        compared=tuple(("--src_root_path", f"src_{name}") for name in ("ref.png", "pose.mp4")),
+        python_names={"frame_num": "clip_len"},
         latents=False,
     ),
     "animate2": Task(
         checkpoint="animate2-14B",
-        flags=["--size", "48*32", "--frame_num", "5"],  # two clips
+        settings=SMALL,  # two clips
         inputs=_driven_image,
         shape=(8, 32, 48),
         fps=24,
         python=wan.WanAnimate2,
-        call=lambda model, given: model.generate(
-            PROMPT,
-            Image.open(given["--image"]),
-            str(given["--src_video"]),
-            size=(48, 32),
-            frame_num=5,
-            **CALL,
-        ),
-        body={"size": "48x32", "num_frames": 5},
-        compared=(("--image", ""), ("--src_video", "")),
         latents=False,
     ),
     "long": Task(
         checkpoint="i2v-A14B",
-        flags=["--size", "48*32", "--frame_num", "9", "--chain", "latent"],
+        settings={"size": (48, 32), "frame_num": 9, "chain": "latent"},
         inputs=_image,
         shape=(13, 32, 48),
         python=wan.WanI2V,
-        call=lambda model, given: model.generate(
-            CLIP_PROMPTS[0],
-            Image.open(given["--image"]),
-            max_area=48 * 32,
-            frame_num=9,
-            clip_prompts=CLIP_PROMPTS,
-            chain="latent",
-            **CALL,
-        ),
-        body={"size": "48x32", "num_frames": 9, "chain": "latent", "prompt": CLIP_PROMPTS},
-        line={"prompt": CLIP_PROMPTS},
-        prompt=("--clip_prompts", *CLIP_PROMPTS),
-        compared=(("--image", ""),),
+        prompts=(PROMPT, "a cat sits"),
         latents=False,
     ),
 }

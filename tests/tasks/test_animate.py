@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.conftest import Refusals
 from tests.tasks.conftest import TaskRun
@@ -20,26 +18,6 @@ pytestmark = pytest.mark.xdist_group("tasks")
 @pytest.fixture
 def one(asked: Callable[[str], TaskRun]) -> TaskRun:
     return asked("animate")
-
-
-def test_its_record(one: TaskRun) -> None:
-    settings = json.loads(one.video.with_suffix(".json").read_text())["settings"]
-    assert (settings["num_clip"], settings["frame_num"], settings["refert_num"]) == (2, 5, 1)
-
-
-@pytest.mark.slow
-def test_a_relighting_lora(one: TaskRun, tmp_path: Path) -> None:
-    """A LoRA of zeros changes no bit, and it is in the record."""
-    folder, out = tmp_path / "checkpoint", tmp_path / "v.mp4"
-    shutil.copytree(one.folder, folder)
-    pair = {"blocks.0.ffn.0.lora_A.weight": torch.ones(4, 240)}
-    pair["blocks.0.ffn.0.lora_B.weight"] = torch.zeros(480, 4)
-    torch.save({"state_dict": pair}, folder / "relighting_lora.ckpt")
-    output = one.make_frames(out, "--ckpt_dir", folder, "--use_relighting_lora")
-    assert (output == one.frames).all()
-    record = json.loads(out.with_suffix(".json").read_text())
-    assert record["settings"]["use_relighting_lora"]
-    assert record["lora"]["dit"][0]["file"] == str(folder / "relighting_lora.ckpt")
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import Refusals, Tiny
 from tests.pipelines import resolve_plan
 from tests.refusals import get_refusal
-from tests.tasks.conftest import TaskRun, read_frames
+from tests.tasks.conftest import TaskRun
 from tests.tasks.tasks import write_moving_box, write_picture
 from tools import make_sound
 from wan.checkpoint.layout import inspect_checkpoint
@@ -168,7 +168,8 @@ def test_the_audio_of_the_driving_video(one: TaskRun, tmp_path: Path) -> None:
     command = [get_ffmpeg_exe(), "-i", video, "-i", sound, "-c:v", "copy", with_audio]
     subprocess.run([*map(str, command)], check=True, capture_output=True)
     assert has_audio(with_audio) and not has_audio(video)
-    assert len(one.make_frames(out, "--src_video", with_audio)) == len(read_frames(one.video))
+    flags = ["--src_video", with_audio, "--num_clip", "1", "--sample_steps", "1"]
+    assert len(one.make_frames(out, *flags)) == 5
     assert has_audio(out) and not has_audio(one.video)
 
 

@@ -26,11 +26,12 @@ PROMPTS = ["one", "two", "three"]
 
 
 @pytest.fixture(scope="module")
-def start(tiny: Tiny, image_path: Path) -> list[str]:
-    """The command line without prompts."""
-    argv = ["--task", "i2v-A14B", "--ckpt_dir", tiny("i2v-A14B"), "--image", image_path]
+def start(tiny: Tiny, image_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command line without prompts. Networks are kept, because loading them takes longest."""
+    image = shutil.copy(image_path, tmp_path_factory.mktemp("image") / "picture.png")
+    argv = ["--task", "i2v-A14B", "--ckpt_dir", tiny("i2v-A14B"), "--image", image]
     argv += ["--size", "48*32", "--frame_num", "9", "--chain", "latent", *QUICK]
-    argv += ["--sample_steps", "1", "--sample_guide_scale", "1"]
+    argv += ["--sample_steps", "1", "--sample_guide_scale", "1", "--offload_model", "false"]
     return [*map(str, argv)]
 
 
@@ -40,32 +41,28 @@ def asked(start: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(asked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("whole") / "v.mp4"
-    assert run_generate(*asked, "--save_file", out) == 0
-    return out
-
-
-@pytest.fixture(scope="module")
-def kept(asked: list[str], whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same video, with its clips kept on disk."""
+def kept(asked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The video, with its clips kept on disk."""
     out = tmp_path_factory.mktemp("kept") / "v.mp4"
     assert run_generate(*asked, "--save_file", out, "--save_latents") == 0
-    assert out.read_bytes() == whole.read_bytes()
     return out
 
 
-def test_a_video_of_clips(whole: Path) -> None:
+def copy_clips(kept: Path, out: Path) -> None:
+    shutil.copytree(kept.with_suffix(".clips"), out.with_suffix(".clips"))
+
+
+def test_a_video_of_clips(kept: Path) -> None:
     """9 frames, and 4 more for each further clip."""
-    assert read_frames(whole).shape == (9 + 2 * 4, 32, 48, 3)
-    assert sorted(path.name for path in whole.parent.iterdir()) == ["v.json", "v.mp4"]
-    record = json.loads(whole.with_suffix(".json").read_text())
+    assert read_frames(kept).shape == (9 + 2 * 4, 32, 48, 3)
+    assert sorted(path.name for path in kept.parent.iterdir()) == ["v.clips", "v.json", "v.mp4"]
+    record = json.loads(kept.with_suffix(".json").read_text())
     assert record["video"]["frames"] == 17 and record["seed"] == 7
     assert record["settings"]["clip_prompts"] == PROMPTS
     assert (record["settings"]["num_clip"], record["settings"]["chain"]) == (3, "latent")
 
 
-def test_a_killed_run_is_resumed(asked: list[str], whole: Path, tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed(asked: list[str], kept: Path, tmp_path: Path) -> None:
     out = tmp_path / "v.mp4"
     argv, clips = [*asked, "--save_file", str(out)], out.with_suffix(".clips")
     with Ranks([{}], generate.main, argv) as killed:
@@ -75,40 +72,42 @@ def test_a_killed_run_is_resumed(asked: list[str], whole: Path, tmp_path: Path) 
     mtimes_before = {path.name: path.stat().st_mtime_ns for path in clips.glob("000[12].*")}
     assert len(mtimes_before) == 4 and not out.exists()
     assert run_generate(*argv, "--save_latents") == 0
-    assert out.read_bytes() == whole.read_bytes()
+    assert out.read_bytes() == kept.read_bytes()
     mtimes_after = {path.name: path.stat().st_mtime_ns for path in clips.glob("000[12].*")}
     assert mtimes_after == mtimes_before  # the finished clips were not made again
 
 
-def test_more_clips_of_an_existing_video(
-    start: list[str], whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_other_prompts_of_an_existing_video(
+    start: list[str], kept: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "v.mp4"
+    copy_clips(kept, out)
     argv = [*start, "--save_latents", "--save_file", out, "--clip_prompts"]
-    assert run_generate(*argv, *PROMPTS[:2]) == 0
-    assert read_frames(out).shape[0] == 13
-    assert run_generate(*argv, *PROMPTS) == 0
-    assert "2 of 3 clips are in" in capfd.readouterr().out
-    assert (read_frames(out) == read_frames(whole)).all()
-    assert run_generate(*argv, "one", "other", "three") == 0
+    assert run_generate(*argv, *PROMPTS, "four") == 0
+    assert "3 of 4 clips are in" in capfd.readouterr().out
+    expected = read_frames(kept)
+    assert len(read_frames(out)) == 21 and (read_frames(out)[:17] == expected).all()
+    assert run_generate(*argv, "one", "other") == 0
     assert "clip 2 is generated again, because it differs in prompt" in capfd.readouterr().out
-    assert (read_frames(out)[:9] == read_frames(whole)[:9]).all()
-    assert (read_frames(out)[9:] != read_frames(whole)[9:17]).any()
+    changed = read_frames(out)
+    assert (changed[:9] == expected[:9]).all() and (changed[9:] != expected[9:13]).any()
 
 
 def test_a_changed_image_makes_clips_again(
-    start: list[str], image_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    asked: list[str], kept: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Another image under the same name does; another placement of the weights does not."""
-    image = tmp_path / "picture.png"
-    shutil.copy(image_path, image)
-    argv = [*start, "--image", image, "--save_latents", "--save_file", tmp_path / "v.mp4"]
-    argv += ["--clip_prompts", *PROMPTS[:2]]
-    assert run_generate(*argv) == 0
+    image, out = Path(asked[asked.index("--image") + 1]), tmp_path / "v.mp4"
+    copy_clips(kept, out)
+    argv = [*asked, "--save_latents", "--save_file", out]
     assert run_generate(*argv, "--offload_model", "block") == 0
-    assert "2 of 2 clips are in" in capfd.readouterr().out
-    Image.new("RGB", (96, 64), (200, 40, 40)).save(image)
-    assert run_generate(*argv) == 0
+    assert "3 of 3 clips are in" in capfd.readouterr().out
+    original = image.read_bytes()
+    try:
+        Image.new("RGB", (96, 64), (200, 40, 40)).save(image)
+        assert run_generate(*argv, "--clip_prompts", "one") == 0
+    finally:
+        image.write_bytes(original)
     reason = "because it differs in the content of --image"
     assert f"clip 1 is generated again, {reason}" in capfd.readouterr().out
 
@@ -153,52 +152,63 @@ DEFAULT = {"half a state", "no clip", "values", "another clip"}
 
 @pytest.mark.parametrize("change", [name if name in DEFAULT else slow(name) for name in CHANGES])
 def test_changed_clips_are_made_again(
-    change: str, asked: list[str], whole: Path, kept: Path, tmp_path: Path
+    change: str, asked: list[str], kept: Path, tmp_path: Path
 ) -> None:
     """The video equals that of an undisturbed run after each change on disk."""
     out = tmp_path / "v.mp4"
-    shutil.copytree(kept.with_suffix(".clips"), out.with_suffix(".clips"))
+    copy_clips(kept, out)
     name, make = CHANGES[change]
     make(out.with_suffix(".clips") / name)
     assert run_generate(*asked, "--save_file", out) == 0
-    assert out.read_bytes() == whole.read_bytes()
+    assert out.read_bytes() == kept.read_bytes()
     assert not out.with_suffix(".clips").exists()
 
 
 def test_of_large_states_the_last_one_is_kept(
-    start: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    start: list[str], kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     """The last clip can be continued. Without it, nothing is left from which to continue."""
     out, states = tmp_path / "v.mp4", tmp_path / "v.clips"
     argv = [*start, "--save_latents", "--save_file", out, "--clip_prompts"]
     monkeypatch.setattr("wan.app.clip_store._MAX_KEPT_STATE", 0)
+    assert run_generate(*argv, *PROMPTS[:1]) == 0
     assert run_generate(*argv, *PROMPTS[:2]) == 0
-    assert run_generate(*argv, *PROMPTS) == 0
-    assert "2 of 3 clips are in" in capfd.readouterr().out
-    assert [len(load_file(states / f"000{n}.safetensors")) for n in (1, 2, 3)] == [0, 0, 1]
-    (states / "0003.mp4").unlink()
-    assert run_generate(*argv, *PROMPTS) == 0
-    assert "clips 1 to 2 are generated again" in capfd.readouterr().out
-    assert (read_frames(out) == read_frames(whole)).all()
+    assert "1 of 2 clips are in" in capfd.readouterr().out
+    assert [len(load_file(states / f"000{n}.safetensors")) for n in (1, 2)] == [0, 1]
+    (states / "0002.mp4").unlink()
+    assert run_generate(*argv, *PROMPTS[:2]) == 0
+    assert "clips 1 to 1 are generated again" in capfd.readouterr().out
+    assert (read_frames(out) == read_frames(kept)[:13]).all()
 
 
-@pytest.mark.parametrize("name", ["0002.safetensors", "0001.mp4", "only notes", "a file", "a link"])
+def _write_notes(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "notes.txt").write_text("precious")
+
+
+def _link_elsewhere(folder: Path) -> None:
+    folder.with_name("elsewhere").mkdir()
+    folder.symlink_to("elsewhere")
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "a file": lambda folder: folder.write_text("precious"),
+    "a link": _link_elsewhere,
+    "only notes": _write_notes,
+    "no clip": lambda folder: (folder / "0001.mp4").write_text("precious"),
+    "no state": lambda folder: (folder / "0002.safetensors").write_text("precious"),
+    "a link where a clip may be written": lambda folder: (folder / "0009.mp4").symlink_to("x"),
+}
+
+
+@pytest.mark.parametrize("change", FOREIGN)
 def test_a_foreign_folder_of_clips(
-    name: str, asked: list[str], kept: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    change: str, asked: list[str], kept: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The folder is refused before generation, and is not changed."""
-    folder = tmp_path / "v.clips"
-    if name == "a file":
-        folder.write_text("precious")
-    elif name == "a link":
-        (tmp_path / "elsewhere").mkdir()
-        folder.symlink_to(tmp_path / "elsewhere")
-    elif name == "only notes":
-        folder.mkdir()
-        (folder / "notes.txt").write_text("precious")
-    else:
-        shutil.copytree(kept.with_suffix(".clips"), folder)
-        (folder / name).write_text("precious")
+    if change not in ("a file", "a link", "only notes"):
+        copy_clips(kept, tmp_path / "v.mp4")
+    FOREIGN[change](tmp_path / "v.clips")
     mtimes_before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert run_generate(*asked, "--save_file", tmp_path / "v.mp4") == 2
     assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == mtimes_before
@@ -206,43 +216,40 @@ def test_a_foreign_folder_of_clips(
 
 
 def test_other_files_in_the_folder_of_clips_stay(
-    asked: list[str], whole: Path, kept: Path, tmp_path: Path
+    asked: list[str], kept: Path, tmp_path: Path
 ) -> None:
     out, folder = tmp_path / "v.mp4", tmp_path / "v.clips"
-    shutil.copytree(kept.with_suffix(".clips"), folder)
+    copy_clips(kept, out)
     (folder / "notes.txt").write_text("precious")
-    (folder / "0009.mp4").symlink_to(whole)
-    assert run_generate(*asked, "--save_file", out) == 2  # a link where a clip may be written
-    (folder / "0009.mp4").unlink()
     assert run_generate(*asked, "--save_file", out) == 0
     assert [path.read_text() for path in folder.iterdir()] == ["precious"]
 
 
-@pytest.mark.parametrize(
-    "flags", [["--offload_model", "false"], slow([]), slow(["--offload_model", "block"])], ids=str
-)
-def test_overlapped_decoding_changes_no_bit(
-    flags: list[str], asked: list[str], whole: Path, tmp_path: Path
+@pytest.mark.parametrize("offload", ["true", slow("false"), slow("block")])
+@pytest.mark.parametrize("overlap", [[], slow(["--overlap_decoding"])])
+def test_overlapped_decoding_and_offloading_change_no_bit(
+    overlap: list[str], offload: str, asked: list[str], kept: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "v.mp4"
-    assert run_generate(*asked, "--overlap_decoding", *flags, "--save_file", out) == 0
-    assert (read_frames(out) == read_frames(whole)).all()
+    """Of overlapped decoding tests/unit/test_long_videos.py has a quick one."""
+    flags = [*overlap, "--offload_model", offload, "--save_file", tmp_path / "v.mp4"]
+    assert run_generate(*asked, *flags) == 0
+    assert (tmp_path / "v.mp4").read_bytes() == kept.read_bytes()
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_go_on_with_a_video_of_one_process(
-    start: list[str], whole: Path, tmp_path: Path
+    start: list[str], kept: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "v.mp4"
     argv = [*start, "--save_latents", "--save_file", out, "--clip_prompts"]
     assert run_generate(*argv, *PROMPTS[:2]) == 0
     result = torchrun(2, *argv, *PROMPTS, "--ulysses_size", "2")
     assert result.returncode == 0 and "2 of 3 clips are in" in result.stdout + result.stderr
-    assert np.abs(read_frames(out).astype(int) - read_frames(whole)).mean() < 0.05
+    assert np.abs(read_frames(out).astype(int) - read_frames(kept)).mean() < 0.05
 
 
-def test_a_prompt_file(start: list[str], whole: Path, tmp_path: Path) -> None:
+def test_a_prompt_file(start: list[str], kept: Path, tmp_path: Path) -> None:
     """Lines of several clips and of repeated clips; a contradictory line is refused."""
     lines = [
         {"prompt": PROMPTS, "save_file": "long.mp4"},
@@ -252,7 +259,8 @@ def test_a_prompt_file(start: list[str], whole: Path, tmp_path: Path) -> None:
     (tmp_path / "l.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "out"
     assert run_generate(*start, "--prompt_file", tmp_path / "l.jsonl", "--save_file", out) == 1
-    assert (read_frames(out / "long.mp4") == read_frames(whole)).all()
-    assert read_frames(out / "two.mp4").shape[0] == 13
+    expected, two = read_frames(kept), read_frames(out / "two.mp4")
+    assert (read_frames(out / "long.mp4") == expected).all()
+    assert len(two) == 13 and (two[:9] == expected[:9]).all()
     refused = json.loads((out / "l.summary.json").read_text())["refused"]
     assert list(refused) == ["3"] and "num_clip" in refused["3"]

@@ -7,26 +7,24 @@ tested; `make test-all` runs the whole table.
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import imageio
 import numpy as np
 import pytest
 import torch
 
-from tests import failing
 from tests.conftest import Tiny, slow
-from tests.dist import Ranks
 from tests.inputs import find_changed_invariants
 from tests.tasks.conftest import TaskRun, read_frames, run_generate
 from tests.tasks.tasks import TASKS
 from wan.app import flag_parser as command_line
 from wan.app.resolve import resolve_command_line
-from wan.cli import main as generate
 from wan.media import video_writer
 from wan.media.video_writer import write_video
+from wan.pipeline.pipeline import Pipeline
 from wan.planner.measure import Planner
 from wan.settings.command import Output
 from wan.settings.errors import InputError
@@ -47,7 +45,7 @@ def parametrize_tasks(*default: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("task", tasks)
 
 
-@parametrize_tasks("t2v", "ti2v", "s2v", "animate", "first and last")
+@parametrize_tasks("t2v", "ti2v", "s2v", "animate2", "first and last")
 def test_the_files_of_a_run(task: str, asked: Ask) -> None:
     """The run writes a video of the requested size, its record, saved latents, and nothing else."""
     task_run = asked(task)
@@ -68,7 +66,7 @@ def test_the_files_of_a_run(task: str, asked: Ask) -> None:
     assert {path.name for path in task_run.video.parent.iterdir()} == names
 
 
-@parametrize_tasks("video to video", "long")
+@parametrize_tasks("video to video")
 def test_a_record_repeats_the_video(task: str, asked: Ask, tmp_path: Path) -> None:
     task_run, repeated = asked(task), tmp_path / "again.mp4"
     assert (
@@ -87,7 +85,7 @@ def test_kept_latents_decode_to_the_video(
     task_run, out = asked(task), tmp_path / "v.mp4"
     if task_run.task.latents:
         latents = task_run.video.with_suffix(".latents.safetensors")
-        decode_flags = ["--decode_latents", latents, "--ckpt_dir", task_run.folder]
+        decode_flags = ["--decode_latents", latents, "--ckpt_dir", task_run.checkpoint]
         assert run_generate(*decode_flags, "--save_file", out) == 0
         assert (read_frames(out) == task_run.frames).all()
     elif task != "long":  # its clips are kept instead
@@ -95,10 +93,23 @@ def test_kept_latents_decode_to_the_video(
         assert "--save_latents" in capfd.readouterr().err
 
 
-@parametrize_tasks("vace")
-def test_moving_each_block_changes_no_bit(task: str, asked: Ask, tmp_path: Path) -> None:
+UNCHANGED = {
+    "blocks are moved": (["--offload_model", "block", "--text_kv_cache", "false"], "vace"),
+    "all networks are kept": (["--offload_model", "false"], "i2v"),
+    "the text is projected anew": (["--text_kv_cache", "false"], "first and last"),
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "task"),
+    [
+        pytest.param(flags, task, id=f"{how}-{task}", marks=[pytest.mark.slow] * (task != default))
+        for how, (flags, default) in UNCHANGED.items()
+        for task in TASKS
+    ],
+)
+def test_placement_changes_no_bit(flags: list[str], task: str, asked: Ask, tmp_path: Path) -> None:
     task_run = asked(task)
-    flags = ["--offload_model", "block", "--text_kv_cache", "false"]
     assert (task_run.make_frames(tmp_path / "v.mp4", *flags) == task_run.frames).all()
 
 
@@ -126,34 +137,23 @@ def test_previews_change_no_bit(
     assert {path.name for path in tmp_path.iterdir()} == {"v.mp4", "v.json"}
 
 
-@parametrize_tasks("t2v")
-def test_keeping_all_networks_changes_no_bit(task: str, asked: Ask, tmp_path: Path) -> None:
-    task_run = asked(task)
-    assert (
-        task_run.make_frames(tmp_path / "v.mp4", "--offload_model", "false") == task_run.frames
-    ).all()
-
-
-@parametrize_tasks("first and last")
-def test_projecting_the_text_anew_changes_no_bit(task: str, asked: Ask, tmp_path: Path) -> None:
-    task_run = asked(task)
-    assert (
-        task_run.make_frames(tmp_path / "v.mp4", "--text_kv_cache", "false") == task_run.frames
-    ).all()
-
-
 @parametrize_tasks("first and last")  # a video of animate takes ten times as long
-def test_guidance_of_each_task(task: str, asked: Ask, tmp_path: Path) -> None:
+def test_guidance_of_each_task(task: str, asked: Ask) -> None:
     """NAG without a share of the output changes no bit; with one, and with others, it does."""
     task_run = asked(task)
-    nag = ("--nag_scale", "11", "--nag_alpha")
-    assert (task_run.make_frames(tmp_path / "v.mp4", *nag, "0") == task_run.frames).all()
-    skipped = ("--slg_blocks", "0", "--slg_start", "0")
-    for flags in ((*nag, "1"), skipped, ("--guider", "cfg_zero"), ("--guider", "apg")):
-        assert (task_run.make_frames(tmp_path / "v.mp4", *flags) != task_run.frames).any(), flags
-    unguided = ("--sample_guide_scale", "1")
-    plain = task_run.make_frames(tmp_path / "v.mp4", *unguided)
-    assert (task_run.make_frames(tmp_path / "v.mp4", *unguided, *nag, "1") != plain).any()
+    model = task_run.task.python(task_run.task.checkpoint, task_run.checkpoint)
+
+    def generate(**settings: Any) -> torch.Tensor:
+        shared = {"output_type": "latent", "offload_model": False}
+        return task_run.task.generate(model, task_run.inputs, **shared, **settings)
+
+    plain, unguided = generate(), generate(guide_scale=1.0)
+    assert torch.equal(generate(nag_scale=11.0, nag_alpha=0.0), plain)
+    nag = {"nag_scale": 11.0, "nag_alpha": 1.0}
+    skipped = {"slg_blocks": (0,), "slg_start": 0.0}
+    for settings in (nag, skipped, {"guider": "cfg_zero"}, {"guider": "apg"}):
+        assert not torch.equal(generate(**settings), plain), settings
+    assert not torch.equal(generate(**nag, guide_scale=1.0), unguided)
 
 
 @parametrize_tasks("ti2v")
@@ -184,7 +184,7 @@ def test_a_step_cache_begins_anew_with_each_video(task: str, asked: Ask, tmp_pat
     assert computed["uncond"] == steps
 
 
-@parametrize_tasks("long")
+@parametrize_tasks("t2v")  # of long videos: test_long_videos.py
 @pytest.mark.parametrize("grouped", [False, slow(True)])
 def test_a_prompt_file(task: str, grouped: bool, asked: Ask, tmp_path: Path) -> None:
     """Between other lines: no state of a video affects the next one."""
@@ -211,8 +211,8 @@ def test_a_prompt_file(task: str, grouped: bool, asked: Ask, tmp_path: Path) -> 
 @parametrize_tasks("vace")
 def test_the_python_class_makes_the_same_video(task: str, asked: Ask, tmp_path: Path) -> None:
     task_run, out = asked(task), Output(save_file=tmp_path / "v.mp4", fps=asked(task).task.fps)
-    model = task_run.task.python(task_run.task.checkpoint, task_run.folder)
-    write_video(task_run.task.call(model, task_run.inputs), out)
+    model = task_run.task.python(task_run.task.checkpoint, task_run.checkpoint)
+    write_video(task_run.task.generate(model, task_run.inputs), out)
     output, expected = read_frames(tmp_path / "v.mp4"), task_run.frames
     if task in ("s2v", "long"):  # encoded with a sound, or clip by clip
         difference = output[: len(expected)].astype(int) - expected
@@ -221,53 +221,43 @@ def test_the_python_class_makes_the_same_video(task: str, asked: Ask, tmp_path: 
         assert (output == expected).all()
 
 
-@parametrize_tasks("t2v")
-def test_a_run_after_a_killed_one(task: str, asked: Ask, tmp_path: Path) -> None:
-    """The same video; no files of the killed run remain."""
-    task_run, out = asked(task), tmp_path / "v.mp4"
-    argv = [*task_run.argv, "--save_file", str(out)]
-    more = ["--sample_steps", "4"]  # half of them are two, and it fails in the second
-    with Ranks([{}], failing.main, "kill", "0", *argv, *more) as killed:
-        assert killed.wait_for_exit() == [-9], killed.format_outputs()
-    assert not out.exists()
-    assert run_generate(*argv) == 0
-    assert (read_frames(out) == task_run.frames).all()
+@pytest.mark.parametrize("task", [slow("s2v"), slow("animate"), "animate2"])
+def test_a_failed_video_of_clips_goes_on(
+    task: str, asked: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first clip is not made again, and the video is that of one run.
+
+    Of long videos, and after a kill: test_long_videos.py.
+    """
+    task_run, out, denoise = asked(task), tmp_path / "v.mp4", Pipeline.denoise
+    calls = list[object]()
+
+    def fail_in_the_second_clip(*args: Any) -> torch.Tensor:
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return denoise(*args)
+
+    monkeypatch.setattr(Pipeline, "denoise", fail_in_the_second_clip)
+    assert run_generate(*task_run.argv, "--save_file", out) == 1
+    (folder,) = tmp_path.iterdir()
+    assert {path.name for path in folder.iterdir()} == {"0001.mp4", "0001.safetensors"}
+    assert (task_run.make_frames(out) == task_run.frames).all() and len(calls) == 3
     assert {path.name for path in tmp_path.iterdir()} == {"v.mp4", "v.json"}
 
 
-@pytest.mark.parametrize(
-    "task", ["s2v", slow("animate"), slow("animate2")]
-)  # long videos: test_long_videos.py
-def test_a_killed_video_of_clips_goes_on(task: str, asked: Ask, tmp_path: Path) -> None:
-    """Stored clips are not made again, and the finished video is that of one run."""
-    task_run, out = asked(task), tmp_path / "v.mp4"
-    argv, first = [*task_run.argv, "--save_file", str(out)], out.with_suffix(".clips") / "0001.mp4"
-    with Ranks([{}], generate.main, argv) as killed:
-        killed.wait_for_output(0, "Clip 2 of")
-        killed.processes[0].kill()
-        assert killed.wait_for_exit() == [-signal.SIGKILL]
-    modified = first.stat().st_mtime_ns
-    with Ranks([{}], generate.main, argv) as resumed:
-        resumed.wait_for_output(0, "1 of ")
-        assert first.stat().st_mtime_ns == modified
-        assert resumed.wait_for_exit() == [0], resumed.format_outputs()
-    assert (read_frames(out) == task_run.frames).all()
-    assert {path.name for path in tmp_path.iterdir()} == {"v.mp4", "v.json"}
-
-
-@parametrize_tasks("t2v", "i2v", "ti2v", "first and last", "vace", "s2v", "animate", "long")
+@parametrize_tasks("first and last", "vace", "s2v", "animate", "animate2")
 def test_ranks_compare_what_the_video_is_made_from(task: str, asked: Ask, tmp_path: Path) -> None:
     task_run = asked(task)
-    for flag, inner in task_run.task.compared:
-        copies = tmp_path / f"{flag}{inner}"
-        copies.mkdir()
-        assert find_changed_invariants(task_run.argv, flag, copies, inner) == {
-            f"the content of {flag}"
-        }
-    assert {flag for flag, _ in task_run.task.compared} == task_run.inputs.keys()
+    for flag, path in task_run.inputs.items():
+        for inner in ("src_ref.png", "src_pose.mp4") if path.is_dir() else ("",):
+            copies = tmp_path / f"{flag}{inner}"
+            copies.mkdir()
+            changed = find_changed_invariants(task_run.argv, flag, copies, inner)
+            assert changed == {f"the content of {flag}"}
 
 
-@parametrize_tasks("i2v", "ti2v", "first and last", "vace", "s2v", "animate")
+@parametrize_tasks("i2v", "ti2v", "first and last", "vace", "s2v", "animate2")
 def test_a_plan_counts_the_encoded_latents(task: str, asked: Ask) -> None:
     task_run = asked(task)
     flags = command_line.parse_flags([*task_run.argv, "--plan"])

@@ -1,4 +1,4 @@
-"""Each task on two ranks, with each kind of parallelism, and by the service."""
+"""Each task on two ranks, with each kind of parallelism, killed, and by the service."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import base64
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from tests import failing
 from tests.conftest import slow
 from tests.dist import Ranks, make_rank_envs
 from tests.serve.serving import ServiceProcess
 from tests.tasks.conftest import TaskRun, read_frames
-from tests.tasks.tasks import BODY, TASKS
+from tests.tasks.tasks import TASKS
 from wan.cli import main as generate
 
 pytestmark = pytest.mark.dist
@@ -57,6 +57,21 @@ def test_two_ranks_make_the_video(
     assert difference.max() <= 25 and difference.mean() < 0.5
 
 
+@pytest.mark.parametrize("task", ["t2v", *(slow(task) for task in TASKS if task != "t2v")])
+def test_a_run_after_a_killed_one(
+    task: str, asked: Callable[[str], TaskRun], tmp_path: Path
+) -> None:
+    """No files of the killed run remain, and the video is that of one run."""
+    task_run, out = asked(task), tmp_path / "v.mp4"
+    more = ["--sample_steps", "4"]  # half of them are two, and it fails in the second
+    argv = [*task_run.argv, *more, "--save_file", str(out)]
+    with Ranks([{}], failing.main, "kill", "0", *argv) as killed:
+        assert killed.wait_for_exit() == [-9], killed.format_outputs()
+    assert not out.exists()
+    assert (task_run.make_frames(out) == task_run.frames).all()
+    assert {path.name for path in tmp_path.iterdir()} == {"v.mp4", "v.json"}
+
+
 FIELDS = {"--image": "input_reference"}
 
 
@@ -70,17 +85,19 @@ def make_data_url(path: Path) -> str:
 def test_a_service_makes_the_video(
     task: str, asked: Callable[[str], TaskRun], tmp_path: Path
 ) -> None:
-    task_run, body = asked(task), dict[str, Any](BODY)
+    task_run = asked(task)
+    body = task_run.task.body
     for flag, path in task_run.inputs.items():
         paths = [path] if path.is_file() else sorted(path.iterdir())
         for file in paths:
             name = FIELDS.get(flag, flag[2:]) if path.is_file() else file.stem
             body[name] = make_data_url(file)
     served = ServiceProcess(
-        tmp_path / "jobs", flags=["--task", task_run.task.checkpoint, "--ckpt_dir", task_run.folder]
+        tmp_path / "jobs",
+        flags=["--task", task_run.task.checkpoint, "--ckpt_dir", task_run.checkpoint],
     )
     try:
-        status, _, created = served.request("/v1/videos", body | dict(task_run.task.body))
+        status, _, created = served.request("/v1/videos", body)
         assert status == 200, created
         video = served.wait_for_video(created["id"])
         assert video["status"] == "completed", video

@@ -15,13 +15,11 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import wan
 from tests.conftest import Refusals, Tiny, slow
-from tests.tasks.conftest import TaskRun, read_frames, run_generate
+from tests.tasks.conftest import TaskRun, run_generate
 from tools.make_sound import write_wav
-from wan.modules.s2v import WanModel_S2V
 
 pytestmark = pytest.mark.xdist_group("tasks")
 FFMPEG = imageio_ffmpeg.get_ffmpeg_exe()
@@ -71,7 +69,7 @@ def test_the_sound_can_be_cut_to_the_picture(one: TaskRun, tmp_path: Path) -> No
     assert correlate(video_sound, sound, 3000, 6000) > 0.9 > correlate(video_sound, sound, 0, 6000)
 
 
-@pytest.mark.parametrize(("more", "frames"), [(["--start_from_ref"], 12), slow([], 9)])
+@pytest.mark.parametrize(("more", "frames"), [([], 9), slow(["--start_from_ref"], 12)])
 def test_poses_and_the_picture_as_first_frame(
     more: list[str], frames: int, one: TaskRun, tmp_path: Path
 ) -> None:
@@ -83,55 +81,6 @@ def test_poses_and_the_picture_as_first_frame(
     flags = ["--pose_video", pose, "--num_clip", "1", *more]
     posed = one.make_frames(tmp_path / "v.mp4", *flags).astype(int)
     assert len(posed) == frames and np.abs(posed[-9:] - one.frames[:9]).max() > 20
-
-
-def fail_after(num_forwards: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the network raise an error after some forwards; a clip has 2 * 2."""
-    calls, forward = [0], WanModel_S2V.forward
-
-    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] > num_forwards:
-            raise OSError(28, "No space left on device")
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(WanModel_S2V, "forward", fail)
-
-
-@pytest.mark.slow  # test_promises.py has a killed run
-def test_clips_before_a_failure_are_kept(
-    one: TaskRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second clip fails; the first one is kept, and the next run continues after it."""
-    fail_after(2 * 2, monkeypatch)
-    assert run_generate(*one.argv, "--save_file", tmp_path / "v.mp4") == 1
-    (folder,) = tmp_path.iterdir()
-    assert {path.name for path in folder.iterdir()} == {"0001.mp4", "0001.safetensors"}
-    assert read_frames(folder / "0001.mp4").shape[0] == 12 - 3
-    monkeypatch.undo()
-    assert (one.make_frames(tmp_path / "v.mp4") == one.frames).all() and not folder.exists()
-    assert "Audio: aac" in read_stream_info(tmp_path / "v.mp4")
-
-
-@pytest.mark.slow  # test_long_videos.py has a quick one
-def test_of_large_states_the_last_one_is_kept(
-    one: TaskRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    """The third clip fails. Without the second one, nothing is left from which to continue."""
-    flags, states = ["--infer_frames", "8"], tmp_path / "v.clips"
-    whole = one.make_frames(tmp_path / "whole.mp4", *flags)
-    for is_damaged, lines in ((False, "2 of "), (True, "clips 1 to 1 are generated again")):
-        with monkeypatch.context() as patch:
-            patch.setattr("wan.app.clip_store._MAX_KEPT_STATE", 0)
-            fail_after(2 * 2 * 2, patch)
-            assert run_generate(*one.argv, *flags, "--save_file", tmp_path / "v.mp4") == 1
-        assert [len(load_file(states / f"000{n}.safetensors")) for n in (1, 2)] == [0, 1]
-        if is_damaged:
-            (states / "0002.mp4").unlink()
-        capfd.readouterr()
-        assert (one.make_frames(tmp_path / "v.mp4", *flags) == whole).all()
-        assert lines in capfd.readouterr().out
-        (tmp_path / "v.mp4").unlink()
 
 
 BAD: dict[str, list[str]] = {
@@ -208,18 +157,15 @@ def test_notices_about_rates(
     assert "sound encoder: wav2vec2-large-xlsr-53-english; runs in fp32 on the CPU" in captured.out
 
 
-@torch.no_grad()
 def test_the_official_class(one: TaskRun) -> None:
-    """Latents as output, several videos in one call, and invalid arguments."""
-    model = wan.WanS2V("s2v-14B", one.folder, precision="fp32")
+    """Several videos in one call, latents as output, and invalid arguments."""
+    model = wan.WanS2V("s2v-14B", one.checkpoint, precision="fp32")
     files = {"ref_image_path": one.inputs["--image"], "audio_path": one.inputs["--audio"]}
     shared: dict[str, Any] = {name: str(path) for name, path in files.items()}
     shared |= {"input_prompt": "a", "max_area": 96 * 64, "num_repeat": 1, "infer_frames": 12}
-    shared |= {"sampling_steps": 1}
-    latents = model.generate(**shared, seed=7, output_type="latent")
-    assert latents is not None and latents.shape == (16, 3, 8, 8)
+    shared |= {"sampling_steps": 1, "output_type": "latent"}
     first, other = model.generate_many([{"seed": 7}, {"seed": 8}], **shared)
-    assert first is not None and other is not None and first.shape == (3, 9, 64, 64)
+    assert first is not None and other is not None and first.shape == (16, 3, 8, 8)
     assert not torch.equal(first, other)
     for missing in ({"ref_image_path": None}, {"enable_tts": True}):
         with pytest.raises(ValueError):

@@ -1,16 +1,15 @@
-"""Features of VACE only: subsets of the inputs, conditioning scales, and invalid inputs."""
+"""Features of VACE only: numbers of inputs and frames, and invalid inputs."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import Refusals, Tiny, slow
-from tests.tasks.conftest import TaskRun, read_frames, run_generate
+from tests.conftest import Refusals, Tiny
+from tests.pipelines import resolve_plan
+from tests.tasks.conftest import run_generate
 from tests.tasks.tasks import QUICK, write_moving_box, write_picture
 from wan.settings.presets import PRESETS
 from wan.tasks.vace import TASK, VaceInputs
@@ -18,59 +17,22 @@ from wan.tasks.vace import TASK, VaceInputs
 pytestmark = pytest.mark.xdist_group("tasks")
 
 
-@pytest.fixture
-def one(asked: Callable[[str], TaskRun]) -> TaskRun:
-    return asked("vace")
+def test_repeated_pictures(tmp_path: Path) -> None:
+    """Each use of the flag adds an image."""
+    paths = [write_picture(tmp_path / f"{name}.png", 1) for name in "ab"]
+    flags = [word for path in paths for word in ("--src_ref_images", path)]
+    run = resolve_plan("--task", "vace-1.3B", *flags, "--conditioning_scale", "0.5")
+    assert run.settings["src_ref_images"] == (*map(str, paths),)
+    assert run.params.num_reference_images == 2
+    assert run.params.conditioning_scale == (0.5,)
 
 
-def drop_flags(task_run: TaskRun, *flags: str) -> list[str]:
-    """Returns the command line without some inputs."""
-    argv = task_run.argv
-    for flag in flags:
-        index = argv.index(flag)
-        argv = [*argv[:index], *argv[index + 2 :]]
-    return argv
-
-
-@pytest.mark.parametrize(
-    "left_out",
-    [
-        ["--src_mask"],
-        slow(["--src_ref_images"]),
-        slow(["--src_mask", "--src_ref_images"]),
-        ["--src_video", "--src_mask"],
-    ],
-    ids=str,
-)
-def test_subsets(left_out: list[str], one: TaskRun, tmp_path: Path) -> None:
-    assert run_generate(*drop_flags(one, *left_out), "--save_file", tmp_path / "v.mp4") == 0
-    output = read_frames(tmp_path / "v.mp4")
-    assert output.shape == (5, 32, 48, 3) and (output != one.frames).any()
-
-
-@pytest.mark.parametrize(("scale", "same"), [("0.5", False), ("1,1", True)])
-def test_scales_of_the_control(scale: str, same: bool, one: TaskRun, tmp_path: Path) -> None:
-    output = one.make_frames(tmp_path / "v.mp4", "--conditioning_scale", scale)
-    assert (output == one.frames).all() == same
-
-
-def test_repeated_pictures(one: TaskRun, tmp_path: Path) -> None:
-    """Each use of the flag adds an image; the latent frames of the images are not decoded."""
-    more = ["--src_ref_images", write_picture(tmp_path / "b.png", 1)]
-    output = one.make_frames(tmp_path / "v.mp4", *more)
-    assert output.shape == one.frames.shape and (output != one.frames).any()
-    record = json.loads((tmp_path / "v.json").read_text())
-    images = record["settings"]["src_ref_images"]
-    assert images == [str(one.inputs["--src_ref_images"]), str(tmp_path / "b.png")]
-
-
-def test_a_shorter_and_larger_video_than_the_default(one: TaskRun, tmp_path: Path) -> None:
+def test_a_shorter_and_larger_video_than_the_default(tmp_path: Path) -> None:
     """Without `frame_num` the video is as long as its source, within the area of `size`."""
     source = write_moving_box(tmp_path / "s.mp4", (128, 96), 7, fps=24)
-    argv = drop_flags(one, "--frame_num", "--src_mask", "--src_ref_images")
-    assert run_generate(*argv, "--src_video", source, "--save_file", tmp_path / "v.mp4") == 0
-    record = json.loads((tmp_path / "v.json").read_text())
-    assert record["video"] == {"frames": 5, "width": 48, "height": 32, "fps": 24}
+    run = resolve_plan("--task", "vace-1.3B", "--src_video", source, "--size", "48*32")
+    actual = run.params.frame_num, run.params.video_size, run.output.fps
+    assert actual == (5, (48, 32), 24)
 
 
 @pytest.mark.parametrize(
@@ -95,23 +57,6 @@ def test_number_of_frames_read_from_a_source(
     sources = VaceInputs(num_frames=source, video_reader=video)
     updates = TASK.complete_settings(PRESETS["vace-1.3B"], values, sources, defaults)
     assert updates == {"num_reference_images": 0, **wanted}
-
-
-@pytest.mark.slow
-def test_two_experts_of_a_prompt_file(one: TaskRun, tiny: Tiny, tmp_path: Path) -> None:
-    """Grouped by expert: the control inputs of a paused video are offloaded to the host."""
-    lines = [
-        {"prompt": name, flag[2:]: str(one.inputs[flag])}
-        for name, flag in (("a", "--src_ref_images"), ("b", "--src_video"))
-    ]
-    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    argv = ["--task", "vace-A14B", "--ckpt_dir", tiny("vace-A14B"), *one.task.flags, *QUICK]
-    argv += ["--prompt_file", tmp_path / "lines.jsonl"]
-    assert run_generate(*argv, "--group_by_expert", "--save_file", tmp_path / "grouped") == 0
-    assert run_generate(*argv, "--save_file", tmp_path / "single") == 0
-    grouped, single = (sorted((tmp_path / name).glob("*.mp4")) for name in ("grouped", "single"))
-    for grouped_video, single_video in zip(grouped, single, strict=True):
-        assert (read_frames(grouped_video) == read_frames(single_video)).all()
 
 
 def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +91,7 @@ VACE_FLAGS = {
 
 
 def test_refusals(
-    one: TaskRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_moving_box(tmp_path / "v.mp4")
@@ -156,7 +101,8 @@ def test_refusals(
     write_moving_box(tmp_path / "fast.mp4", fps=300)
     for name in ("text.mp4", "text.png"):
         (tmp_path / name).write_bytes(b"x" * 999)
-    start = drop_flags(one, *one.inputs)
+    start = ["--task", "vace-1.3B", "--ckpt_dir", tiny("vace-1.3B"), "--prompt", "a cat walks"]
+    start += ["--size", "48*32", "--frame_num", "5", *QUICK]
     refusals("vace", {case: [*start, *flags] for case, flags in BAD.items()})
     weights = {f"{n} of 8 weights": ",".join(["0.5"] * n) for n in (2, 7, 9)}
     plan = ["--plan", "--task", "vace-14B", "--device", "cuda", "--conditioning_scale"]

@@ -36,7 +36,7 @@ def test_each_layer_of_each_network_adds_its_branch(
     """Each branch is computed, and the frames are those of a merge within rounding."""
     run, path = asked(task), tmp_path / "x.safetensors"
     generator, tensors = torch.Generator().manual_seed(0), {}
-    for layer, weight in list_layers(run.folder):
+    for layer, weight in list_layers(run.checkpoint):
         down = torch.randn(2, weight[0].numel(), generator=generator) / 20
         up = torch.randn(len(weight), 2, generator=generator) / 20
         tensors[f"{layer}.lora_down.weight"] = down.view(2, *weight.shape[1:])

@@ -45,7 +45,7 @@ def sizes(ring: int, ulysses: int, **more: Any) -> Parallel:
     return Parallel(ring * ulysses, 1, ring, ulysses, **more)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     ATTENTIONS,
     EXECUTIONS,

@@ -15,16 +15,16 @@ from wan.media.video_writer import write_video
 from wan.settings.command import Output
 
 
-@pytest.fixture
-def videos(tmp_path: Path) -> list[Path]:
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two videos that go from black to one colour; the first has a record."""
-    paths = []
+    folder, paths = tmp_path_factory.mktemp("videos"), []
     for name, channel, frames in (("a", 0, 9), ("b", 2, 17)):
         clip = torch.full((3, frames, 64, 64), -1.0)
         clip[channel] = torch.linspace(-1, 1, frames)[:, None, None]
-        paths.append(tmp_path / f"{name}.mp4")
+        paths.append(folder / f"{name}.mp4")
         write_video(clip, Output(paths[-1], fps=8))
-    (tmp_path / "a.json").write_text(json.dumps({"settings": {"prompt": "red comes"}}))
+    (folder / "a.json").write_text(json.dumps({"settings": {"prompt": "red comes"}}))
     return paths
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.conftest import slow
 from tests.pipelines import build_cpu_pipeline
 from tests.refusals import check_refusals
 from tools import convert_checkpoint as tool
@@ -35,7 +36,7 @@ def convert_to_float32(folder: Path, copy: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("layout", ["official", "diffusers"])
+@pytest.mark.parametrize("layout", ["official", slow("diffusers")])
 def test_the_same_bits_from_half_the_bytes(layout: str, tiny, tmp_path: Path) -> None:
     source, out = convert_to_float32(tiny("t2v-A14B", layout), tmp_path / "fp32"), tmp_path / "bf16"
     assert tool.main(["--ckpt_dir", str(source), "--out", str(out)]) == 0

@@ -1,28 +1,18 @@
-"""Damaged and hostile files of a checkpoint load, or are refused in a sentence, fast and small.
-
-python tests/unit/test_damaged_files.py 60000 outcomes.txt
-
-goes on after the last line of outcomes.txt (number, kind, outcome).
-"""
+"""Damaged and hostile files of a checkpoint load, or are refused in a sentence, fast and small."""
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import shutil
-import sys
-import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -30,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from sentencepiece import sentencepiece_model_pb2
 
 from tests.cli.test_fuzz import RAW, damage_bytes
-from tests.gguf_files import make_gguf_folders
+from tests.gguf_files import make_gguf_folders, write_vocabulary
 from tests.pipelines import resolve_plan
 from tests.unit.test_marks import quantise_state
 from tools.quantize_dit import quantize_checkpoint
@@ -41,7 +31,6 @@ from wan.checkpoint.merge_lora import merge_loras
 from wan.checkpoint.w8a8_export import read_quantized_dit
 from wan.media.audio import Audio
 from wan.modules.audio_encoder import check_audio_encoder, extract_audio_features
-from wan.modules.clip import add_clip_position_ids, make_clip_spec
 from wan.modules.t5 import choose_text_encoder_dtypes, load_tokenizer, read_text_encoder_spec
 from wan.modules.vae.video_vae import read_vae_spec
 from wan.settings.errors import InputError
@@ -52,6 +41,11 @@ TASK = "t2v-1.3B"
 SIZES = {"num_layers": 1, "dim": 64, "ffn_dim": 96, "num_heads": 2}
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 LAYER = "blocks.0.self_attn.q"
+VOCABULARY = {
+    "tokens": ["<pad>", "</s>", "<unk>", "a", "b", "\u2581"],
+    "scores": [0.0, -1.0, -2.0, -3.0, -4.0, -5.0],
+    "token_type": [3, 3, 2, 1, 1, 1],
+}
 MAX_SECONDS = 2.0  # of the process
 MAX_GROWTH = 64  # MB of resident memory
 HOSTILE = (0, 1, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 60, (1 << 63) - 1, (1 << 64) - 1)
@@ -170,7 +164,7 @@ def load_export(export_folder: Path, folder: Path) -> None:
 
 
 def write_lora(folder: Path) -> Path:
-    """A LoRA, a LoHa and a LoKr of three layers."""
+    """A LoRA, a LoHa and a LoKr of three layers, with PEFT's adapter_config.json."""
     ones, dim = torch.ones, SIZES["dim"]
     tensors = {f"{LAYER}.lora_A.weight": ones(2, dim), f"{LAYER}.lora_B.weight": ones(dim, 2)}
     tensors |= {f"{LAYER}.alpha": torch.tensor(2.0), f"{LAYER}.dora_scale": ones(dim, 1)}
@@ -181,21 +175,11 @@ def write_lora(folder: Path) -> Path:
     tensors |= {f"{layer}.lokr_w1": ones(4, 4), f"{layer}.lokr_w2": ones(dim // 4, dim // 4)}
     tensors["blocks.0.self_attn.o.diff_b"] = ones(dim)
     metadata = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 4})}
-    save_file(tensors, folder / "lora.safetensors", metadata)
-    return folder / "lora.safetensors"
-
-
-def write_peft_folder(folder: Path) -> Path:
-    """An adapter of PEFT with its adapter_config.json."""
-    folder.mkdir()
-    dim, name = SIZES["dim"], f"base_model.model.{LAYER}"
-    tensors = {f"{name}.lora_A.weight": torch.ones(2, dim)}
-    tensors |= {f"{name}.lora_B.weight": torch.ones(dim, 2)}
-    save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "alpha_pattern": {"q": 3}}
     config |= {"rank_pattern": {"q": 2}, "bias": "none", "modules_to_save": ["head"]}
     config |= {"init_lora_weights": True, "use_rslora": False, "use_dora": False}
     (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors", metadata)
     return folder / "adapter_model.safetensors"
 
 
@@ -211,21 +195,6 @@ def write_sentencepiece(path: Path) -> Path:
     return path
 
 
-def write_vocabulary(path: Path) -> Path:
-    """A GGUF file with a vocabulary."""
-    writer = gguf.GGUFWriter(path, "t5encoder")
-    pieces = ["<pad>", "</s>", "<unk>", "a", "b", "\u2581"]
-    writer.add_token_list(pieces)
-    writer.add_token_scores([-float(number) for number in range(len(pieces))])
-    writer.add_token_types([3, 3, 2, 1, 1, 1])
-    writer.add_tensor("enc.output_norm.weight", torch.zeros(4).numpy())
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file):
-        write()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def make_fp8_folder(source: Path, folder: Path) -> Path:
     """The checkpoint in ComfyUI's FP8, with a mark for each layer, and one for all of them."""
     shutil.copytree(source, folder)
@@ -235,106 +204,49 @@ def make_fp8_folder(source: Path, folder: Path) -> Path:
     return folder
 
 
-def make_encoder_targets(root: Path) -> dict[str, Target]:
-    """Writes the files that only other tasks have."""
-    s2v, i2v, vace = (
-        make_checkpoint(task, root / task, sizes=SIZES)
-        for task in ("s2v-14B", "i2v-14B", "vace-1.3B")
-    )
-    audio, clip = s2v / WAV2VEC2_FOLDER, next(i2v.glob("models_clip*"))
-    features = partial(extract_audio_features, audio, Audio(audio, np.ones(4000, np.float32)))
-    check = partial(check_audio_encoder, audio, AUDIO_DIM)
-    clip_file = root / "clip.safetensors"
-    save_file(torch.load(clip, weights_only=True), clip_file)
-
-    def load_clip(file: Path) -> None:
-        make_clip_spec(file).load(
-            device=CPU, dtype_of=lambda *_: torch.float32, transform=add_clip_position_ids
-        )
-
-    return {
-        "audio encoder's config.json": Target(audio / "config.json", damage_json, check),
-        "audio encoder": Target(audio / "model.safetensors", damage_header, features),
-        "CLIP": Target(clip_file, damage_header, partial(load_clip, clip_file)),
-        "CLIP, pickled": Target(clip, damage_numbers, partial(load_clip, clip)),
-        "VACE's config.json": Target(vace / "config.json", damage_json, partial(load_dits, vace)),
-        "VACE": Target(vace / WEIGHTS, damage_header, partial(load_dits, vace)),
-        "S2V's config.json": Target(s2v / "config.json", damage_json, partial(load_dits, s2v)),
-    }
-
-
 def make_targets(root: Path) -> dict[str, Target]:
     """Writes small files of all kinds; returns them by kind."""
     plain = make_checkpoint(TASK, root / TASK, sizes=SIZES)
-    (root / "d").mkdir()
-    diffusers = make_checkpoint(
-        "t2v-A14B", root / "d" / "t2v-A14B", layout="diffusers", sizes=SIZES
-    )
+    diffusers = make_checkpoint("t2v-A14B", root / "t2v-A14B", layout="diffusers", sizes=SIZES)
+    s2v = make_checkpoint("s2v-14B", root / "s2v-14B", sizes=SIZES)
     fp8 = make_fp8_folder(plain, root / "fp8")
-    quantised = make_gguf_folders(plain, "Q8_0", root / "q")[0]
-    export = quantize_checkpoint(plain, root / "export")
-    lora, adapter = write_lora(root), write_peft_folder(root / "peft")
-    spiece, vocabulary = (
-        write_sentencepiece(root / "t5.safetensors"),
-        write_vocabulary(root / "t5.gguf"),
-    )
-    tokenizer = plain / "google" / "umt5-xxl"
-    gguf_file = next(quantised.glob("*.gguf"))
-    text = diffusers / "text_encoder"
+    gguf = make_gguf_folders(plain, "Q8_0", root / "q")[0]
+    description = next(quantize_checkpoint(plain, root / "export").glob("*.json"))
+    lora = write_lora(root)
+    spiece = write_sentencepiece(root / "t5.safetensors")
+    vocabulary = write_vocabulary(root / "t5.gguf", VOCABULARY)
+    tokenizer, vae = plain / "google" / "umt5-xxl", plain / "Wan2.1_VAE.pth"
+    text, audio = diffusers / "text_encoder", s2v / WAV2VEC2_FOLDER
     index = next((diffusers / "transformer").glob("*.index.json"))
-    description = next(export.glob("*.json"))
+    read_export = partial(load_export, description.parent, plain)
+    read_text, read_lora = partial(load_text_encoder, text), partial(load_lora, lora, plain)
+    check_audio = partial(check_audio_encoder, audio, AUDIO_DIM)
+    read_audio = partial(extract_audio_features, audio, Audio(audio, np.ones(4000, np.float32)))
     plan = partial(resolve_plan, "--task", "t2v-A14B", "--ckpt_dir", diffusers)
-
-    def dits(folder: Path) -> Callable[[], None]:
-        return partial(load_dits, folder)
-
-    load_adapter = partial(load_lora, adapter, plain)
-    targets = {
-        "DiT": Target(plain / WEIGHTS, damage_header, dits(plain)),
-        "DiT, FP8": Target(fp8 / WEIGHTS, damage_header, dits(fp8)),
-        "marks": Target(fp8 / WEIGHTS, damage_marks, dits(fp8)),
-        "DiT, GGUF": Target(gguf_file, damage_numbers, dits(quantised)),
-        "config.json": Target(plain / "config.json", damage_json, dits(plain)),
-        "diffusers' config.json": Target(
-            diffusers / "transformer" / "config.json", damage_json, dits(diffusers)
+    rows: list[tuple[str, Path, Damage, Callable[[], object]]] = [
+        ("DiT", plain / WEIGHTS, damage_header, partial(load_dits, plain)),
+        ("DiT, FP8", fp8 / WEIGHTS, damage_header, partial(load_dits, fp8)),
+        ("marks", fp8 / WEIGHTS, damage_marks, partial(load_dits, fp8)),
+        ("DiT, GGUF", next(gguf.glob("*.gguf")), damage_numbers, partial(load_dits, gguf)),
+        ("config.json", s2v / "config.json", damage_json, partial(load_dits, s2v)),
+        ("index of shards", index, damage_json, partial(load_dits, diffusers)),
+        ("model_index.json", diffusers / "model_index.json", damage_json, plan),
+        ("VAE, pickled", vae, damage_numbers, partial(load_vae, vae)),
+        ("text encoder", min(text.glob("*.safetensors")), damage_header, read_text),
+        *(
+            (name, tokenizer / name, damage_json, partial(load_tokenizer, tokenizer))
+            for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
         ),
-        "index of shards": Target(index, damage_json, dits(diffusers)),
-        "model_index.json": Target(diffusers / "model_index.json", damage_json, plan),
-        "VAE": Target(
-            diffusers / "vae" / WEIGHTS, damage_header, partial(load_vae, diffusers / "vae")
-        ),
-        "VAE, pickled": Target(
-            plain / "Wan2.1_VAE.pth", damage_numbers, partial(load_vae, plain / "Wan2.1_VAE.pth")
-        ),
-        "text encoder": Target(
-            sorted(text.glob("*.safetensors"))[0], damage_header, partial(load_text_encoder, text)
-        ),
-        "tokenizer.json": Target(
-            tokenizer / "tokenizer.json", damage_json, partial(load_tokenizer, tokenizer)
-        ),
-        "tokenizer_config.json": Target(
-            tokenizer / "tokenizer_config.json", damage_json, partial(load_tokenizer, tokenizer)
-        ),
-        "special_tokens_map.json": Target(
-            tokenizer / "special_tokens_map.json", damage_json, partial(load_tokenizer, tokenizer)
-        ),
-        "SentencePiece": Target(spiece, damage_numbers, partial(load_tokenizer, spiece)),
-        "vocabulary, GGUF": Target(vocabulary, damage_numbers, partial(load_tokenizer, vocabulary)),
-        "LoRA": Target(lora, damage_header, partial(load_lora, lora, plain)),
-        "LoRA of PEFT": Target(adapter, damage_header, load_adapter),
-        "adapter_config.json": Target(
-            adapter.with_name("adapter_config.json"), damage_json, load_adapter
-        ),
-        "description": Target(
-            description, damage_json, partial(load_export, description.parent, plain)
-        ),
-        "export": Target(
-            next(description.parent.glob("*.safetensors")),
-            damage_header,
-            partial(load_export, description.parent, plain),
-        ),
-    }
-    targets |= make_encoder_targets(root)
+        ("SentencePiece", spiece, damage_numbers, partial(load_tokenizer, spiece)),
+        ("vocabulary, GGUF", vocabulary, damage_numbers, partial(load_tokenizer, vocabulary)),
+        ("LoRA", lora, damage_header, read_lora),
+        ("adapter_config.json", lora.with_name("adapter_config.json"), damage_json, read_lora),
+        ("description", description, damage_json, read_export),
+        ("export", next(description.parent.glob("*.safetensors")), damage_header, read_export),
+        ("audio encoder's config.json", audio / "config.json", damage_json, check_audio),
+        ("audio encoder", audio / "model.safetensors", damage_header, read_audio),
+    ]
+    targets = {kind: Target(file, damage, load) for kind, file, damage, load in rows}
     for target in targets.values():
         target.load()
     return targets
@@ -379,50 +291,11 @@ def try_damaged(targets: Mapping[str, Target], contents: Mapping[str, bytes], se
     return f"{kind}\t{outcome}"
 
 
-def read_contents(targets: Mapping[str, Target]) -> dict[str, bytes]:
-    return {kind: target.file.read_bytes() for kind, target in targets.items()}
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_files(tmp_path: Path) -> None:
     targets = make_targets(tmp_path)
-    contents = read_contents(targets)
+    contents = {kind: target.file.read_bytes() for kind, target in targets.items()}
     outcomes = Counter(try_damaged(targets, contents, seed) for seed in range(1000))
     assert {outcome.split("\t")[1] for outcome in outcomes} == {"loaded", "refused"}, outcomes
     assert all(outcomes[f"{kind}\trefused"] for kind in targets), outcomes
-
-
-def main(count: int, log: Path) -> None:
-    """Tries the numbers after those in the log; a process of its own for each 500."""
-    done = log.read_text().splitlines() if log.exists() else []
-    first = int(done[-1].split("\t")[0]) + 1 if done else 0
-    warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory() as name:
-        targets = make_targets(Path(name))
-        contents = read_contents(targets)
-        while first < count:
-            last = min(first + 500, count)
-            if (child := os.fork()) == 0:
-                try:
-                    with log.open("a") as file:
-                        for seed in range(first, last):
-                            print(seed, try_damaged(targets, contents, seed), sep="\t", file=file)
-                            file.flush()
-                    os._exit(0)
-                finally:  # of a defect of this program
-                    os._exit(1)
-            _, status = os.waitpid(child, 0)
-            first = last
-            if status:
-                first = int(log.read_text().splitlines()[-1].split("\t")[0]) + 1
-                with log.open("a") as file:
-                    print(first, "?", f"killed by {status}", sep="\t", file=file)
-                first += 1
-    outcomes = Counter(line.split("\t", 1)[1] for line in log.read_text().splitlines())
-    for outcome, number in sorted(outcomes.items()):
-        print(f"{number}\t{outcome}")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

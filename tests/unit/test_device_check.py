@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests import check_steps
-from tests.conftest import slow
 from tests.dist import REPO, TORCHRUN, Ranks
 from tests.refusals import check_refusals
 from tools.check_device import ENDED, main, merge_outcomes
@@ -54,22 +53,6 @@ def run_check(*argv: str, ranks: int = 1, program: str = CHECK, timeout: float =
 
 def verdicts(path: Path) -> dict[str, str]:
     return {step["name"]: step["verdict"] for step in json.loads(path.read_text())["steps"]}
-
-
-@pytest.mark.slow
-def test_first_steps(tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    process = run_check("--device", "cpu", "--only", "machine,merge,groups", "--json", str(file))
-    assert process.returncode == 0, process.stdout + process.stderr
-    record = json.loads(file.read_text())
-    assert verdicts(file) == {"machine": OK, "merge": OK, "groups": ABSENT}
-    assert record["verdict"] == OK and record["facts"]["type"] == "cpu"
-    assert record["environment"]["torch"] and record["environment"]["cpu"]
-    figures = {f["name"] for s in record["steps"] for o in s["lines"] for f in o["figures"]}
-    assert {"rate", "error", "host memory free", "times q"} <= figures
-    output = process.stdout
-    assert "TFLOP/s" in output and "4 parts merged: error" in output and "(<= 0.0001)" in output
-    assert "torchrun" in output and "3 steps: 2 ok, 1 not available" in output
 
 
 @pytest.mark.slow
@@ -116,15 +99,12 @@ def run_interruptible_check(file: str) -> int:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)], ids=lambda one: one.name)
-def test_an_interrupted_check_writes_its_measurements(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_an_interrupted_check_writes_its_measurements(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     with Ranks([{"PYTHONUNBUFFERED": "1"}], run_interruptible_check, str(file)) as check:
         check.wait_for_output(0, "good")
-        os.kill(check.processes[0].pid, number)
-        assert check.wait_for_exit()[0] in (130, 143) and "is 1 GB/s" in check.texts[0]
+        os.kill(check.processes[0].pid, signal.SIGTERM)
+        assert check.wait_for_exit()[0] == 143 and "is 1 GB/s" in check.texts[0]
     assert json.loads(file.read_text())["verdict"] == "interrupted"
     assert verdicts(file) == {"good": OK}
 
@@ -163,12 +143,6 @@ def test_bad_input(
         messages[name] = captured.err
         assert not captured.out and not list(tmp_path.iterdir()), name
     check_refusals("tools: check_device.py", messages, [r"choose from [^)]*"])
-
-
-@pytest.mark.slow
-def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", "cuda", "--only", "machine"]) == 2
-    assert "PyTorch sees no CUDA device here" in capsys.readouterr().err
 
 
 def test_steps() -> None:
@@ -257,6 +231,10 @@ def test_whole_check(tmp_path: Path) -> None:
         "loops",
         "npu",
     }
+    record = json.loads(file.read_text())
+    assert record["verdict"] == OK and record["facts"]["type"] == "cpu"
+    assert record["environment"]["torch"] and record["environment"]["cpu"]
+    assert "TFLOP/s" in process.stdout and "4 parts merged: error" in process.stdout
 
 
 @pytest.mark.slow

@@ -13,8 +13,6 @@ import struct
 import time
 from collections import Counter
 from dataclasses import replace
-from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,48 +26,34 @@ from torch import Tensor, nn
 
 from tests import gguf_files
 from tests.conftest import slow
-from tests.gguf_files import (
-    KINDS,
-    dequantize,
-    finish_gguf,
-    get_quant_type,
-    make_gguf_folders,
-    quantize,
-)
+from tests.gguf_files import dequantize, finish_gguf, get_quant_type, make_gguf_folders
 from tests.pipelines import build_quick_pipeline, count_owned_bytes, generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint.dequantise import TO_FLOAT, dequantize_gguf
 from wan.checkpoint.gguf import read_gguf_metadata
 from wan.checkpoint.headers import read_file_headers
-from wan.checkpoint.keymaps import rename_t5_to_transformers
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
+from wan.checkpoint.tensor_info import GGUF
 from wan.kernels.weight_only_linear import WeightOnlyLinear
-from wan.modules import t5
 from wan.planner.measure import Planner
 from wan.settings.errors import InputError
 from wan.testing.random_checkpoint import make_checkpoint
 
-LLAMA = (  # official name, llama.cpp's
-    ("token_embedding", "token_embd"),
-    ("blocks.", "enc.blk."),
-    ("attn.", "attn_"),
-    ("norm1", "attn_norm"),
-    ("norm2", "ffn_norm"),
-    ("ffn.gate.0", "ffn_gate"),
-    ("ffn.fc1", "ffn_up"),
-    ("ffn.fc2", "ffn_down"),
-    ("pos_embedding.embedding", "attn_rel_b"),
-)
+
+def make_random_rows(kind: str, count: int) -> Tensor:
+    """Returns rows of 512 quantized values, of random bytes."""
+    block_values, block_bytes = gguf.GGML_QUANT_SIZES[get_quant_type(kind)]
+    size, generator = (count, 512 // block_values * block_bytes), torch.Generator().manual_seed(0)
+    return torch.randint(256, size, generator=generator, dtype=torch.uint8)
 
 
 @np.errstate(invalid="ignore")
 def test_values_of_any_bytes() -> None:
     """Random bytes, and thus also subnormal and NaN scales."""
-    generator, wrong = torch.Generator().manual_seed(0), []
-    for kind in KINDS:
-        size = 300, quantize(torch.zeros(1, 512), kind).shape[1]
-        stored = torch.randint(256, size, generator=generator, dtype=torch.uint8)
+    wrong = []
+    for kind in GGUF:
+        stored = make_random_rows(kind, 300)
         values, expected = dequantize_gguf(kind, stored), dequantize(stored.numpy(), kind)
         assert expected.isnan().any() or kind == "MXFP4", kind  # its scales are powers of two
         if not torch.equal(*(x.nan_to_num(torch.inf) for x in (values, expected))) or not (
@@ -92,16 +76,6 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_headers_are_those_of_the_package(file: Path) -> None:
-    headers, expected = read_file_headers(file), gguf.GGUFReader(file).tensors
-    assert list(headers) == [tensor.name for tensor in expected]
-    for tensor in expected:
-        info = headers[tensor.name]
-        assert info.dtype == tensor.tensor_type.name
-        assert info.data_offset == tensor.data_offset and info.nbytes == tensor.n_bytes
-        assert info.shape == tuple(tensors()[tensor.name].shape)  # also where it was flattened
-
-
 def test_slices_of_a_tensor(file: Path) -> None:
     """As queries, keys and values of a CLIP whose projections are one tensor."""
     for name in ("a.weight", "b.weight", "d.weight"):
@@ -121,7 +95,7 @@ NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint
 def test_headers_with_any_legal_metadata(tmp_path: Path) -> None:
     """Metadata of every type, and arrays of each; several alignments; versions 2 and 3."""
     path, arrays = tmp_path / "x.gguf", ([1, 2, 3], [0.5], [True, False, True], ["a", "", "数"])
-    for alignment, version in product((None, 8, 64, 4096), (2, 3)):
+    for alignment, version in ((None, 2), (8, 3), (64, 2), (4096, 3)):
         writer = gguf.GGUFWriter(path, "wan")
         if alignment is not None:
             writer.add_custom_alignment(alignment)
@@ -246,52 +220,30 @@ def test_500_damaged_headers(file: Path, tmp_path: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before < 64 << 10  # kB
 
 
+@np.errstate(invalid="ignore")
 def test_a_weight_only_layer_equals_the_upcast_layer() -> None:
-    generator = torch.Generator().manual_seed(1)
-    weight, bias = torch.randn(40, 512, generator=generator) / 20, torch.randn(40)
-    x, wrong = torch.randn(2, 7, 512, generator=generator), []
-    for kind in KINDS:
-        stored = quantize(weight, kind)
-        arguments = torch.from_numpy(stored), TO_FLOAT[kind], nn.Parameter(bias.clone())
-        layer = WeightOnlyLinear(*arguments, in_features=512)
+    generator, wrong = torch.Generator().manual_seed(1), []
+    bias, x = torch.randn(8, generator=generator), torch.randn(2, 7, 512, generator=generator)
+    for kind in GGUF:
+        rows = make_random_rows(kind, 300)
+        values = dequantize(rows.numpy(), kind)
+        is_finite = (values.abs() < 1e30).all(1)  # and so are its products
+        stored, values = rows[is_finite][:8], values[is_finite][:8]
+        layer = WeightOnlyLinear(
+            stored, TO_FLOAT[kind], nn.Parameter(bias.clone()), in_features=512
+        )
         for dtype in (torch.float32, torch.bfloat16):
             output = layer.to(dtype)(x.to(dtype))
-            values = dequantize(stored, kind).to(dtype)
-            expected = torch.nn.functional.linear(x.to(dtype), values, bias.to(dtype))
-            if not torch.equal(output, expected):
+            expected = nn.functional.linear(x.to(dtype), values.to(dtype), bias.to(dtype))
+            if len(stored) < 8 or not torch.equal(output, expected):
                 wrong.append((kind, dtype))
     assert not wrong
-
-
-def test_the_text_encoder_under_llama_cpps_names(tiny: Any, tmp_path: Path) -> None:
-    state = torch.load(tiny("t2v-1.3B") / "models_t5_umt5-xxl-enc-bf16.pth")
-    llama_state = {}
-    for name, tensor in state.items():
-        other = "enc.output_norm.weight" if name == "norm.weight" else name
-        for official, llama in LLAMA:
-            other = other.replace(official, llama)
-        llama_state[other] = tensor
-    kinds = {
-        name: "Q8_0" for name, x in llama_state.items() if x.dim() == 2 and "rel_b" not in name
-    }
-    path = tmp_path / "umt5.gguf"
-    values = gguf_files.write_gguf(path, llama_state, kinds)
-    network = t5.read_text_encoder_spec(path).load(
-        device=torch.device("cpu"), dtype_of=t5.choose_text_encoder_dtypes(torch.float32)
-    )
-    expected = {
-        rename_t5_to_transformers(name): x for name, x in zip(state, values.values(), strict=True)
-    }
-    parameters = dict(network.named_parameters())
-    assert parameters.keys() == expected.keys()
-    for name, x in expected.items():
-        assert torch.equal(parameters[name].float(), x), name
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint whose rows are whole blocks of 256 values."""
-    sizes = {"dim": 768, "ffn_dim": 1024, "num_layers": 2}
+    sizes = {"dim": 256, "ffn_dim": 512, "num_heads": 4, "num_layers": 2}
     return make_checkpoint("t2v-1.3B", tmp_path_factory.mktemp("wide") / "t2v-1.3B", sizes=sizes)
 
 
@@ -299,10 +251,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("task", "kind", "precision"),
     [
         ("t2v-A14B", "Q8_0", "bf16"),
-        slow("t2v-A14B", "Q5_0", "fp32"),
-        slow("t2v-A14B", "Q6_K", "bf16"),
-        *(slow("wide", kind, "bf16") for kind in KINDS),
-        slow("wide", "Q4_K", "fp32"),
+        slow("t2v-A14B", "Q6_K", "fp32"),
+        *(slow("wide", kind, "bf16") for kind in ("Q3_K", "Q4_K", "Q6_K", "Q5_1", "MXFP4")),
     ],
 )
 def test_a_run_from_gguf_is_that_of_its_values(
@@ -314,27 +264,22 @@ def test_a_run_from_gguf_is_that_of_its_values(
     files, plain = make_gguf_folders(source, kind, tmp_path)
     arguments = ["--sample_steps", "2", "--precision", precision]
     expected = generate_quick_latents(plain, *arguments)
-    for weight_mode in ("keep", "upcast", "auto"):
-        assert torch.equal(
-            generate_quick_latents(files, *arguments, "--gguf_weights", weight_mode), expected
-        ), weight_mode
-    assert torch.equal(
-        generate_quick_latents(files, *arguments, "--offload_model", "block"), expected
-    )
+    for weight_mode, offload in (("keep", "true"), ("upcast", "true"), ("auto", "block")):
+        flags = ["--gguf_weights", weight_mode, "--offload_model", offload]
+        assert torch.equal(generate_quick_latents(files, *arguments, *flags), expected), weight_mode
 
 
 @pytest.fixture(scope="module")
-def stored_as(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """stored_as(kind): the wide checkpoint with GGUF files, and one with the dequantised values."""
-    return cache(lambda kind: make_gguf_folders(wide, kind, tmp_path_factory.mktemp(kind)))
+def wide_folders(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wide checkpoint with GGUF files, and one with the dequantised values."""
+    return make_gguf_folders(wide, "Q4_K", tmp_path_factory.mktemp("gguf"))
 
 
-@pytest.mark.parametrize("kind", [slow("Q8_0"), "Q4_K"])
 def test_a_lora_on_weight_only_layers(
-    kind: str, stored_as: Any, tmp_path: Path, one_thread: None
+    wide_folders: tuple[Path, Path], tmp_path: Path, one_thread: None
 ) -> None:
     """Low-rank and full differences, and two files for one layer, against merging in float64."""
-    files, values = stored_as(kind)
+    files, values = wide_folders
     plain = Path(shutil.copytree(values, tmp_path / values.name))
     path = plain / "diffusion_pytorch_model.safetensors"
     state, generator = load_file(path), torch.Generator().manual_seed(2)
@@ -365,9 +310,9 @@ def test_a_lora_on_weight_only_layers(
         assert (result - expected).abs().max() <= 1e-5 * expected.abs().max(), mode_flags
 
 
-def test_a_weight_is_dequantized_once_per_step(stored_as: Any) -> None:
+def test_a_weight_is_dequantized_once_per_step(wide_folders: tuple[Path, Path]) -> None:
     """For both guidance branches, in memory that is reused and then freed."""
-    files, _ = stored_as("Q4_K")
+    files, _ = wide_folders
     upcast, counts = WeightOnlyLinear._upcast, Counter[WeightOnlyLinear]()
 
     def count_upcast(linear: WeightOnlyLinear, weight_OI: Tensor) -> None:
@@ -381,9 +326,9 @@ def test_a_weight_is_dequantized_once_per_step(stored_as: Any) -> None:
     assert not next(iter(counts))._memory._buffers
 
 
-def test_weight_only_layers_take_the_bytes_of_the_file(stored_as: Any) -> None:
+def test_weight_only_layers_take_the_bytes_of_the_file(wide_folders: tuple[Path, Path]) -> None:
     """In memory, and in the copies of streamed blocks."""
-    files, _ = stored_as("Q4_K")
+    files, _ = wide_folders
     block_bytes = {}
     for weight_mode in ("keep", "upcast"):
         arguments = ["--gguf_weights", weight_mode, "--precision", "bf16", "--frame_num", "1"]

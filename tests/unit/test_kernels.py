@@ -16,6 +16,7 @@ from tests.refusals import check_refusals, get_refusal
 from wan.device import Device
 from wan.kernels.compiled_ops import STEPS_BY_OP
 from wan.kernels.forward_context import StepInfo
+from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.interfaces import AttentionInput, Target
 from wan.kernels.registry import CheckpointRotations, make_dense_kernel, select_kernels
 from wan.kernels.sdpa import (
@@ -23,7 +24,6 @@ from wan.kernels.sdpa import (
     EFFICIENT,
     FLASH,
     CudaKernel,
-    CudaOperator,
     SdpaKernel,
     attend_with_padded_heads,
     check_cudnn,
@@ -128,18 +128,6 @@ def test_operators_of_gpus_return_what_a_kernel_returns() -> None:
         assert lse.shape == (2, 3, 19) and lse.dtype == torch.float32, (operator.name, head)
 
 
-def test_both_paths_of_a_kernel_use_one_operator() -> None:
-    operator_calls: list[str] = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        operator_calls.append("own")
-        return F.scaled_dot_product_attention(q, k, v, scale=scale), q[..., 0]
-
-    kernel = CudaKernel(CudaOperator("own", attend))
-    assert torch.equal(kernel(*qkv(8)), kernel.with_lse(*qkv(8))[0])
-    assert kernel.name == "own" and operator_calls == ["own", "own"]
-
-
 def test_the_record_names_cudnn_on_gpus() -> None:
     for device_type in ("cpu", "cuda", "npu"):
         versions = log.collect_versions(device_type, ("hypothesis", "no-such-package"))
@@ -196,11 +184,6 @@ ON_CPU = [
 ]
 
 
-def test_a_flag_selects_the_row_of_its_name() -> None:
-    for name, row in DENSE_KERNELS.items():
-        assert Attention(**{row.flag: name}).dense_kernel is row
-
-
 def test_every_dense_kernel_of_cpus_computes_the_formula() -> None:
     """Those of xfuser are compared in tests/xfuser, those of NPUs in tests/npu_sim."""
     for name, precision, head in product(ON_CPU, ("fp32", "bf16"), (8, 64, 128)):
@@ -238,6 +221,23 @@ def test_every_method_of_cpus_computes_the_formula() -> None:
         assert error < (0.1 if name == "fp8" else 1e-5), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_an_int8_layer(dtype: torch.dtype) -> None:
+    """By definition: ((sum * weight scale) * token scale) + bias in float32, integers exact."""
+    generator = torch.Generator().manual_seed(0)
+    x, factors = (torch.randn(n, 40, generator=generator).to(dtype) for n in (50, 1))
+    weight = torch.randint(-127, 128, (30, 40), generator=generator).char()
+    scale, bias = (torch.randn(30, generator=generator).to(dtype).float() for _ in range(2))
+    smoothed = (x * factors[0]).float()
+    token_scale = smoothed.abs().amax(1, keepdim=True) / 127
+    values = (smoothed / token_scale).round().double()
+    sums = (values @ weight.double().T).float()
+    expected = (sums * scale * token_scale + bias).to(dtype)
+    assert not torch.equal(sums * token_scale * scale, sums * scale * token_scale)
+    layer = W8A8Linear(weight, scale, bias, factors[0], dtype=dtype)
+    assert torch.equal(layer(x), expected)
+
+
 def test_a_backend_in_a_plan() -> None:
     """Without a GPU and without xfuser: unknown properties are described as assumed."""
     for name in list_dense_kernels("attention_backend"):
@@ -252,6 +252,20 @@ def test_a_backend_in_a_plan() -> None:
         assert (assumed in selected.describe()) == (row.xfuser_member is not None), name
         out, lse = selected.dense_kernel.with_lse(*(x.to("meta", torch.bfloat16) for x in qkv(64)))
         assert out.shape == (2, 19, 3, 64) and lse.shape == (2, 3, 19), name
+
+
+@pytest.mark.parametrize(("names", "is_compiled"), [(("auto",), False), (("gelu",), True)])
+def test_only_named_operations_are_compiled_for_small_tensors(
+    names: tuple[str, ...], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[object] = []
+    monkeypatch.setattr(torch, "compile", lambda op, **_: compiled.append(op) or op)
+    target = Target(CPU, 64, torch.float32)
+    run = select_kernels(Attention(fused_ops=names), target, {}).compiled_ops
+    assert run is not None
+    with torch.no_grad():
+        BlockOps(run_op=run).gelu(torch.zeros(1, 4, 8))
+    assert bool(compiled) == is_compiled
 
 
 def test_backends_on_a_cpu() -> None:

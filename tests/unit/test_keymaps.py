@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
 from wan.checkpoint import keymaps
@@ -24,8 +23,7 @@ needs_reference = pytest.mark.skipif(
     "WAN_REFERENCE_DIR" not in os.environ,
     reason="WAN_REFERENCE_DIR is not set: the official tensors are not here",
 )
-LIMIT = 2e-5  # reference README, "Tolerances"
-STOCK_DIT_LIMIT = 1e-4  # the same: diffusers computes the sinusoid in float32
+STOCK_DIT_LIMIT = 1e-4  # reference README, "Tolerances": diffusers computes the sinusoid in float32
 # 11 layers: two-digit block numbers.
 TINY_DIT = {"in_dim": 36, "out_dim": 16, "dim": 32, "ffn_dim": 64, "text_dim": 64}
 TINY_DIT |= {"num_heads": 4, "num_layers": 11}
@@ -84,10 +82,6 @@ visual.transformer.10.mlp.2.bias encoder.layers.10.mlp.fc2.bias
 """
 
 
-def pairs(table: str) -> list[list[str]]:
-    return [line.split() for line in table.strip().splitlines()]
-
-
 def vae_config(residual: bool) -> dict[str, Any]:
     if not residual:
         return {"base_dim": 8, "z_dim": 16}
@@ -130,18 +124,6 @@ def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in module.named_parameters()}
 
 
-def rename_tensors(tensors: dict[str, Tensor], rule: Callable[[str], str]) -> dict[str, Tensor]:
-    """Rename tensors and convert them to float32; assert that the new names are unique."""
-    result = {rule(name): tensor.float() for name, tensor in tensors.items()}
-    assert len(result) == len(tensors)
-    return result
-
-
-def assert_maps_onto(tensors: dict[str, Tensor], rule: Callable[[str], str], module: nn.Module):
-    mapped = {name: tuple(t.shape) for name, t in rename_tensors(tensors, rule).items()}
-    assert mapped == shapes(module)
-
-
 # Real modules of the libraries, without the official tensors.
 
 
@@ -165,24 +147,22 @@ def test_prefixed_and_official_dit_names_become_official():
 def test_names_one_by_one():
     """Official names and the libraries' names, both ways; nested VAE names are of Wan2.2."""
     wrong = []
-    for official, other in pairs(DIT_PAIRS):
-        actual = keymaps.rename_dit_to_official(other), keymaps.rename_dit_to_diffusers(official)
-        wrong += [] if actual == (official, other) else [(official, other, actual)]
-    for official, other in pairs(VAE_PAIRS):
-        nested = official.count("samples.") > 1
-        actual = (
-            keymaps.rename_vae_to_official(other, nested),
-            keymaps.rename_vae_to_diffusers(official),
-        )
-        wrong += [] if actual == (official, other) else [(official, other, actual)]
-    for official, other in pairs(CLIP_PAIRS):
-        actual = (
-            keymaps.rename_clip_to_official(other),
-            keymaps.rename_clip_to_transformers(official),
-        )
-        wrong += [] if actual == (official, other) else [(official, other, actual)]
-        assert keymaps.rename_clip_to_transformers(f"vision_model.{other}") == other
+    for table, to_official, to_library in (
+        (DIT_PAIRS, keymaps.rename_dit_to_official, keymaps.rename_dit_to_diffusers),
+        (VAE_PAIRS, rename_vae_to_official, keymaps.rename_vae_to_diffusers),
+        (CLIP_PAIRS, keymaps.rename_clip_to_official, keymaps.rename_clip_to_transformers),
+    ):
+        for official, other in (line.split() for line in table.strip().splitlines()):
+            actual = to_official(other), to_library(official)
+            wrong += [] if actual == (official, other) else [(official, other, actual)]
     assert not wrong
+    name = "embeddings.class_embedding"
+    assert keymaps.rename_clip_to_transformers(f"vision_model.{name}") == name
+
+
+def rename_vae_to_official(name: str) -> str:
+    is_nested = "downsampler." in name or "upsampler." in name or ".0.norm1" in name
+    return keymaps.rename_vae_to_official(name, is_nested)
 
 
 def test_t5_names_and_back():
@@ -219,10 +199,9 @@ def test_official_dit_tensors_give_the_official_output(name: str, case: str):
     cases = load_file(REFERENCE / f"{name}.cases.safetensors")
     config = json.loads((REFERENCE / f"{name}.json").read_text())["config"]
     module = dit(config).eval()
-    assert_maps_onto(weights, keymaps.rename_dit_to_diffusers, module)
     assert set(weights) == {keymaps.rename_dit_to_official(key) for key in shapes(module)}
-
-    module.load_state_dict(rename_tensors(weights, keymaps.rename_dit_to_diffusers))
+    renamed = {keymaps.rename_dit_to_diffusers(name): x.float() for name, x in weights.items()}
+    module.load_state_dict(renamed)
     x, text = cases[f"{case}.x"], cases[f"{case}.context"]
     if config["model_type"] == "i2v":
         x = torch.cat((x, cases[f"{case}.y"]))
@@ -230,44 +209,3 @@ def test_official_dit_tensors_give_the_official_output(name: str, case: str):
     with torch.no_grad():
         out = module(x[None], cases[f"{case}.t"], text[None]).sample[0]
     assert (out - cases[f"{case}.out"]).abs().max() <= STOCK_DIT_LIMIT
-
-
-@needs_reference
-def test_official_t5_tensors_give_the_official_output():
-    weights = load_file(REFERENCE / "t5.weights.safetensors")
-    cases = load_file(REFERENCE / "t5.cases.safetensors")
-    config = t5_config(300)
-    config._attn_implementation = "eager"
-    module = UMT5EncoderModel(config).eval()
-    assert_maps_onto(weights, keymaps.rename_t5_to_transformers, module)
-    assert set(weights) == {keymaps.rename_t5_to_official(key) for key in shapes(module)}
-
-    mapped = rename_tensors(weights, keymaps.rename_t5_to_transformers)
-    mapped["encoder.embed_tokens.weight"] = mapped["shared.weight"]
-    module.load_state_dict(mapped)
-    with torch.no_grad():
-        out = module(cases["ids"], attention_mask=cases["mask"]).last_hidden_state
-    for row, valid in enumerate((23, 150)):
-        assert (out[row, :valid] - cases["out"][row, :valid]).abs().max() <= LIMIT
-
-
-@needs_reference
-@pytest.mark.parametrize("residual", [False, True], ids=["vae21", "vae22"])
-def test_official_vae_tensors_give_the_official_outputs(residual: bool):
-    name = "vae22" if residual else "vae21"
-    weights = load_file(REFERENCE / f"{name}.weights.safetensors")
-    cases = load_file(REFERENCE / f"{name}.cases.safetensors")
-    module = AutoencoderKLWan(**vae_config(residual)).eval()
-    assert_maps_onto(weights, keymaps.rename_vae_to_diffusers, module)
-    assert set(weights) == {keymaps.rename_vae_to_official(key, residual) for key in shapes(module)}
-
-    module.load_state_dict(rename_tensors(weights, keymaps.rename_vae_to_diffusers))
-    mean, std = (cases[key].view(1, -1, 1, 1, 1) for key in ("mean", "std"))
-    with torch.no_grad():
-        for case in ("c0", "c1", "c2"):
-            latent = (module.encode(cases[f"{case}.video"][None]).latent_dist.mode() - mean) / std
-            assert (latent[0] - cases[f"{case}.latent"]).abs().max() <= LIMIT
-            for source, target in (("latent", "decoded"), ("latent_rand", "decoded_rand")):
-                z = cases[f"{case}.{source}"][None] * std + mean
-                decoded = module.decode(z).sample.clamp(-1, 1)
-                assert (decoded[0] - cases[f"{case}.{target}"]).abs().max() <= LIMIT

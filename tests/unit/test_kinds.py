@@ -10,16 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Tiny
 from wan import settings
 from wan.checkpoint.config import (
     CONFIG_READERS,
     KINDS,
     NETWORK_KEYS,
     detect_kind,
-    make_reference_dit_config,
 )
-from wan.checkpoint.layout import check_task, inspect_checkpoint
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
@@ -81,14 +78,6 @@ def test_presets_of_a_kind_need_the_same_components(kind: str) -> None:
     """`inspect_checkpoint` looks for those of the kind's first preset."""
     presets = [PRESETS[task] for task in TASKS_OF_KIND[kind]]
     assert len({(preset.vae, preset.needs_audio_encoder, preset.in_dim) for preset in presets}) == 1
-
-
-@pytest.mark.parametrize("kind", TASKS_OF_KIND)
-def test_a_tiny_checkpoint_is_one_of_its_task(kind: str, tiny: Tiny) -> None:
-    task = TASKS_OF_KIND[kind][-1]
-    checkpoint = inspect_checkpoint(tiny(task))
-    check_task(checkpoint, PRESETS[task])
-    assert checkpoint.config.keys() == make_reference_dit_config(PRESETS[task]).keys()
 
 
 def test_all_declared_options_are_flags() -> None:

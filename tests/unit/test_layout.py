@@ -7,21 +7,20 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.pipelines import build_quick_pipeline
 from tests.refusals import check_refusals, get_refusal
 from wan import WanT2V
 from wan.checkpoint.config import read_dit_config
+from wan.checkpoint.dit_shapes import restore_patch_axes
 from wan.checkpoint.headers import compute_fingerprint, read_json, read_safetensors_header
 from wan.checkpoint.layout import (
     WAV2VEC2_FOLDER,
@@ -75,6 +74,15 @@ def refusal(folder: Path) -> str:
     return get_refusal(inspect_checkpoint, folder)
 
 
+Tensors = Mapping[str, TensorInfo]
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """Returns the tensors of the only network of a checkpoint."""
+    (files,) = inspect_checkpoint(folder).experts.values()
+    return files.tensors
+
+
 def check_messages(table: str, messages: dict[str, str]) -> None:
     assert max(map(len, messages.values())) < 600
     check_refusals(f"checkpoints: {table}", messages, [r"(?<=config.json \().*(?=\); )"])
@@ -85,21 +93,30 @@ def set_config(folder: Path, name: str = "config.json", **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def collect_value_refusals(folder: Path, name: str, key: str, values: list[Any]) -> dict[str, str]:
-    """Collect the refusal of each value of a key in a JSON file; restore the file afterwards."""
+def collect_value_refusals(
+    folder: Path, name: str, key: str, values: list[Any], tensors: Tensors | None = None
+) -> dict[str, str]:
+    """Collects the refusal of each value of a key in a JSON file; restores the file afterwards.
+
+    tensors: Those of the network whose configuration it is; None: all of the folder is read.
+    """
     original_text, messages = (folder / name).read_text(), {}
     for value in values:
         set_config(folder, name, **{key: value})
-        messages[f"{key} {value!r}"] = refusal(folder)
+        messages[f"{key} {value!r}"] = (
+            refusal(folder)
+            if tensors is None
+            else get_refusal(read_dit_config, (folder / name).parent, tensors)
+        )
     (folder / name).write_text(original_text)
     return messages
 
 
 def test_hostile_values_in_a_config(folder: Path) -> None:
     """Types and ranges are checked before a size from the file is allocated."""
-    messages: dict[str, str] = {}
+    messages, tensors = dict[str, str](), read_tensors(folder)
     for key, values in VALUES.items():
-        messages |= collect_value_refusals(folder, "config.json", key, values)
+        messages |= collect_value_refusals(folder, "config.json", key, values, tensors)
     wrong = {
         case: sentence
         for case, sentence in messages.items()
@@ -122,9 +139,9 @@ def test_hostile_values_in_a_config_of_diffusers(tiny: Any, tmp_path: Path) -> N
         "out_channels": [None, 48],
         "num_layers": [None, HUGE],
     }
-    messages: dict[str, str] = {}
+    messages, tensors = dict[str, str](), read_tensors(folder)
     for key, values in table.items():
-        messages |= collect_value_refusals(folder, "transformer/config.json", key, values)
+        messages |= collect_value_refusals(folder, "transformer/config.json", key, values, tensors)
     check_messages("values of diffusers", messages)
 
 
@@ -205,11 +222,6 @@ def test_shards_may_be_links(sharded: Path, tmp_path: Path) -> None:
     assert len([file for file in files if file.parent == sharded]) == 4
 
 
-def fifo(path: Path) -> Path:
-    os.mkfifo(path)
-    return path
-
-
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
     """Devices have no end, and pipes block their reader; the size of JSON is limited."""
     os.mkfifo(tmp_path / "pipe")
@@ -223,67 +235,26 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     check_messages("what is no file", messages)
 
 
-@given(data=st.data())
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_any_value_is_the_right_one_or_refused(data: st.DataObject, folder: Path) -> None:
-    """Any JSON value under any key gives a config that fits the tensors, or a refusal."""
-    json_values = st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
-        max_leaves=4,
-    )
-    keys = [*VALUES, "num_attention_heads", "attention_head_dim", "in_channels"]
-    values = data.draw(st.dictionaries(st.sampled_from(keys), json_values, min_size=1, max_size=3))
-    original_text = (folder / "config.json").read_text()
-    try:
-        set_config(folder, **values)
-        config = inspect_checkpoint(folder).config
-    except InputError as error:
-        assert "\n" not in str(error)
-    else:
-        assert (config["dim"], config["num_layers"], config["patch_size"]) == (96, 2, (1, 2, 2))
-        assert 0 < config["eps"] < 1 and 1 <= config["text_len"] <= 4096
-    finally:
-        (folder / "config.json").write_text(original_text)
-
-
-def test_published_networks_are_described_like_folders(tiny: Any) -> None:
+@pytest.mark.parametrize("task", [t for t in PRESETS if t != "t2v-14B"])  # has no tiny one
+def test_published_networks_are_described_like_folders(task: str, tiny: Any) -> None:
+    reference = make_reference_checkpoint(PRESETS[task])
+    stored = inspect_checkpoint(tiny(task))
+    check_task(stored, PRESETS[task])
+    assert reference.folder is None and not reference.list_files()
+    assert (reference.experts.keys(), reference.kind) == (stored.experts.keys(), stored.kind)
+    assert (reference.num_heads, reference.head_dim) == (PRESETS[task].num_heads, 128)
+    assert reference.config.keys() == stored.config.keys()
     same = ("model_type", "patch_size", "in_dim", "out_dim", "freq_dim", "text_len", "eps")
-    for task, preset in PRESETS.items():
-        reference, stored = (
-            make_reference_checkpoint(preset),
-            inspect_checkpoint(tiny(task if task != "t2v-14B" else "t2v-1.3B")),
-        )
-        assert reference.folder is None and not reference.list_files(), task
-        assert (
-            reference.experts.keys() == stored.experts.keys() and reference.kind == stored.kind
-        ), task
-        assert reference.num_heads == preset.num_heads and reference.head_dim == 128, task
-        assert {key: reference.config[key] for key in same} == {
-            key: stored.config[key] for key in same
-        }
-        assert reference.config.keys() == stored.config.keys(), task
-        with pytest.raises(InputError, match="has no vae"):
-            reference.require("vae")
+    for key in same:
+        assert reference.config[key] == stored.config[key]  # type: ignore[literal-required]
+    with pytest.raises(InputError, match="has no vae"):
+        reference.require("vae")
 
 
 @pytest.fixture
 def speaking(tiny: Any, tmp_path: Path) -> Path:
     """A copy of an S2V checkpoint."""
     return copy_checkpoint(tiny("s2v-14B"), tmp_path)
-
-
-def test_configurations_of_s2v(speaking: Path) -> None:
-    layers: list[Any] = [[0, 4, 8], [0, 0], [0, 2], "all"]
-    table: dict[str, list[Any]] = {"model_type": ["t2v"], "enable_motioner": [True]}
-    table |= {"adain_mode": ["attn"], "zero_timestep": [False], "audio_dim": [768]}
-    table |= {"num_audio_token": [5], "audio_inject_layers": layers}
-    messages: dict[str, str] = {}
-    for key, values in table.items():
-        messages |= collect_value_refusals(speaking, "config.json", key, values)
-    check_messages("configurations of S2V", messages)
 
 
 def test_an_s2v_folder_among_files_of_others(speaking: Path, tiny: Any, tmp_path: Path) -> None:
@@ -318,14 +289,33 @@ def test_the_sound_encoder_is_missing_or_another(speaking: Path) -> None:
     check_messages("sound encoders", messages)
 
 
-def test_configurations_of_vace(tiny: Any, tmp_path: Path) -> None:
-    folder = copy_checkpoint(tiny("vace-1.3B"), tmp_path)
-    layers: list[Any] = [[0, 1, 2], [1, 2], [0, 3], "all"]
-    table: dict[str, list[Any]] = {"model_type": ["t2v"], "vace_in_dim": [64]}
-    messages: dict[str, str] = {}
-    for key, values in (table | {"vace_layers": layers}).items():
-        messages |= collect_value_refusals(folder, "config.json", key, values)
-    check_messages("configurations of VACE", messages)
+CONFIGURATIONS: dict[str, dict[str, list[Any]]] = {
+    "s2v-14B": {
+        "model_type": ["t2v"],
+        "enable_motioner": [True],
+        "adain_mode": ["attn"],
+        "zero_timestep": [False],
+        "audio_dim": [768],
+        "num_audio_token": [5],
+        "audio_inject_layers": [[0, 4, 8], [0, 0], [0, 2], "all"],
+    },
+    "vace-1.3B": {
+        "model_type": ["t2v"],
+        "vace_in_dim": [64],
+        "vace_layers": [[0, 1, 2], [1, 2], [0, 3], "all"],
+    },
+}
+
+
+@pytest.mark.parametrize("task", CONFIGURATIONS)
+def test_configurations_of_a_kind(task: str, tiny: Any, tmp_path: Path) -> None:
+    tensors, messages = read_tensors(tiny(task)), dict[str, str]()
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    shutil.copy(tiny(task) / "config.json", folder)
+    for key, values in CONFIGURATIONS[task].items():
+        messages |= collect_value_refusals(folder, "config.json", key, values, tensors)
+    check_messages(f"configurations of {task.partition('-')[0].upper()}", messages)
 
 
 def test_an_animate_network_is_no_i2v(tmp_path: Path) -> None:
@@ -402,13 +392,10 @@ def test_the_boundary_ratio_divides_the_steps(pipeline: Path) -> None:
         assert f"boundary_ratio of model_index.json: {ratio}" in "\n".join(
             report.describe_checkpoint_files(Planner(run.setup, run.params))
         )
-        model = WanT2V("t2v-A14B", str(pipeline))
-        call_params, _ = model._make_call_params(
-            inspect.signature(model.generate).bind("a", sampling_steps=4, shift=12.0).arguments
-            | {"settings": {}},
-            model._setup,
-        )
-        assert make_noise_schedule(call_params).high_noise_steps == high
+    model = WanT2V("t2v-A14B", str(pipeline))
+    call = inspect.signature(model.generate).bind("a", sampling_steps=4, shift=12.0).arguments
+    call_params, _ = model._make_call_params(call | {"settings": {}}, model._setup)
+    assert make_noise_schedule(call_params).high_noise_steps == high
 
 
 def test_ranks_compare_the_content_of_every_part(pipeline: Path) -> None:
@@ -489,26 +476,44 @@ def test_shards_that_are_refused(shards: list[Path], folder: Path) -> None:
     check_messages("shards", messages)
 
 
-def test_a_published_networks_first_blocks_are_no_network() -> None:
-    """A shard under another name, built from the shapes in headers alone."""
-    config = make_reference_checkpoint(PRESETS["t2v-1.3B"]).config
+def read_published_config(task: str, count: int) -> Any:
+    """Reads the configuration of a published network's first blocks from shapes in headers."""
+    config: Any = make_reference_checkpoint(PRESETS[task]).config
     shapes = {
         "patch_embedding.weight": (config["dim"], 16, 1, 2, 2),
         "time_embedding.0.weight": (config["dim"], 256),
         "text_embedding.0.weight": (config["dim"], 4096),
         "head.head.weight": (64, config["dim"]),
         "blocks.0.self_attn.norm_q.weight": (config["dim"],),
-        **{f"blocks.{i}.ffn.0.weight": (config["ffn_dim"], config["dim"]) for i in range(30)},
+        **{f"blocks.{i}.ffn.0.weight": (config["ffn_dim"], config["dim"]) for i in range(count)},
     }
+    if "vace_layers" in config:
+        shapes["vace_patch_embedding.weight"] = (config["dim"], 96, 1, 2, 2)
+        shapes |= {f"vace_blocks.{i}.x": (1,) for i, _ in enumerate(config["vace_layers"])}
+    file = Path("x.safetensors")
+    tensors = {name: TensorInfo(file, name, "BF16", shape, 0) for name, shape in shapes.items()}
+    return read_dit_config(file, tensors)
 
-    def read_config(count: int) -> Any:
-        names = [n for n in shapes if not n.startswith("blocks.") or int(n.split(".")[1]) < count]
-        file = Path("x.safetensors")
-        return read_dit_config(file, {n: TensorInfo(file, n, "BF16", shapes[n], 0) for n in names})
 
-    assert read_config(30)["num_layers"] == 30
+def test_a_published_networks_first_blocks_are_no_network() -> None:
+    """As in a shard under another name."""
+    assert read_published_config("t2v-1.3B", 30)["num_layers"] == 30
     with pytest.raises(InputError, match="has 20 blocks"):
-        read_config(20)
+        read_published_config("t2v-1.3B", 20)
+
+
+@pytest.mark.parametrize("task", ["vace-1.3B", "vace-14B"])
+def test_control_layers_are_the_published_ones_without_a_config(task: str) -> None:
+    reference: Any = make_reference_checkpoint(PRESETS[task]).config
+    config = read_published_config(task, reference["num_layers"])
+    assert config["vace_layers"] == reference["vace_layers"]
+
+
+def test_flat_patches_that_fit_no_convolution_keep_their_shape() -> None:
+    for weight, bias in (((384,), (0,)), ((100,), (96,))):
+        shapes = {"patch_embedding.weight": weight, "patch_embedding.bias": bias}
+        tensors = {name: TensorInfo(Path("x"), name, "BF16", x, 0) for name, x in shapes.items()}
+        assert restore_patch_axes(tensors) == tensors
 
 
 # Names of chosen experts.
@@ -520,29 +525,9 @@ def test_a_chosen_file_of_another_expert(folder: Path) -> None:
     for flag, name in (wrong_names | {"dit": "wan_high_noise_14B"}).items():
         path = path.rename(path.with_name(f"{name}.safetensors"))
         messages[flag] = get_refusal(inspect_checkpoint, path.parent, NetworkFiles(**{flag: path}))
+    one_network = (PRESETS["t2v-14B"],)
+    messages["half of a pair"] = get_refusal(inspect_checkpoint, path.parent, presets=one_network)
     check_messages("chosen experts", messages)
-
-
-def test_experts_of_files_by_letters(tiny: Any, tmp_path: Path) -> None:
-    for part in ("high", "low"):
-        source = tiny("t2v-A14B") / f"{part}_noise_model"
-        tensors = {
-            n: x for file in source.glob("*.safetensors") for n, x in load_file(file).items()
-        }
-        save_file(tensors, tmp_path / f"a_{part[0].upper()}.safetensors")
-    high, low = tmp_path / "a_H.safetensors", tmp_path / "a_L.safetensors"
-    experts = inspect_checkpoint(tmp_path, presets=(PRESETS["t2v-A14B"],)).experts
-    files = {e: {i.file for i in dit.tensors.values()} for e, dit in experts.items()}
-    assert files == {"high_noise": {high}, "low_noise": {low}}
-    other = low.rename(tmp_path / "a_2.safetensors")
-    high = high.rename(tmp_path / "a_1.safetensors")
-    messages = {"no letters": refusal(tmp_path)}
-    other.unlink()
-    high.rename(tmp_path / "a_high_noise.safetensors")
-    messages["half of a pair"] = get_refusal(
-        inspect_checkpoint, tmp_path, presets=(PRESETS["t2v-14B"],)
-    )
-    check_messages("experts by letters", messages)
 
 
 def test_files_of_tensors_that_are_joined_are_of_the_checkpoint(tmp_path: Path) -> None:

@@ -8,29 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.lora_files import LINEARS, Q, make_pair, merge_file, rename_to_diffusers
 from tests.refusals import check_refusals, get_refusal
-from tests.unit.test_lora import (
-    LAYERS,
-    Q,
-    pair,
-    pair_of,
-    read_merged_weights,
-    rename_to_diffusers,
-)
 from wan.checkpoint import lora
-from wan.checkpoint.layout import inspect_checkpoint
-from wan.checkpoint.lora_names import OTHER_NETWORKS, REFUSED_KINDS
+from wan.checkpoint.layout import Checkpoint
+from wan.checkpoint.lora_names import find_name_refusal
 from wan.checkpoint.prefixes import find_shared_prefix, strip_prefixes
-
-
-@pytest.fixture(scope="module")
-def weights(tiny: Any) -> dict[str, Tensor]:
-    """The weights of the tiny dense checkpoint."""
-    return load_file(tiny("t2v-1.3B") / "diffusion_pytorch_model.safetensors")
-
 
 DOTTED = ("_orig_mod.", "module.", "model.", "pipe.dit.", "dit.", "diffusion_model.")
 DOTTED += ("transformer.", "base_model.model.", "base_model.model.model._orig_mod.")
@@ -39,52 +25,48 @@ FLAT = ("lora_unet_", "lora_unet__", "lycoris_", "lora_transformer_", "lora_dit_
 
 
 @pytest.mark.parametrize("spell", [str, rename_to_diffusers], ids=["official", "diffusers"])
-def test_every_prefix_gives_the_same_sums(
-    spell: Any, weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+def test_every_prefix_names_the_same_layers(
+    spell: Any, weights: dict[str, Tensor], dense: Checkpoint, tmp_path: Path
 ) -> None:
     """Also prefixes of no known program, if all names have them; layers with dots or without."""
-    path, expected, wrong = tmp_path / "x.safetensors", {}, []
-    pairs = {layer: pair(weights[f"{layer}.weight"].shape, 2, 0, torch.float32) for layer in LAYERS}
-    for layer, (down, up) in pairs.items():
-        expected[f"{layer}.weight"] = (
-            weights[f"{layer}.weight"].double() + up.double() @ down.double()
-        ).float()
+    path, wrong = tmp_path / "x.safetensors", []
+    pairs = {layer: make_pair(weights[f"{layer}.weight"].shape, 2) for layer in LINEARS}
     for prefix in (*DOTTED, *FLAT):
-        tensors = {}
+        tensors, expected = {}, {}
         for layer, (down, up) in pairs.items():
             name = spell(layer) if prefix in DOTTED else spell(layer).replace(".", "_")
-            tensors |= {f"{prefix}{name}.lora_down.weight": down.clone()}
-            tensors |= {f"{prefix}{name}.lora_up.weight": up.clone()}
+            names = f"{prefix}{name}.lora_up.weight", f"{prefix}{name}.lora_down.weight"
+            tensors |= {names[0]: up.clone(), names[1]: down.clone()}
+            expected[f"{layer}.weight"] = names
         save_file(tensors, path)
-        actual = read_merged_weights(path, tiny("t2v-1.3B"))
-        if actual.keys() != expected.keys() or any(
-            not torch.equal(actual[name], expected[name]) for name in actual
-        ):
+        ((adapter,),) = lora.resolve_loras({"lora": (str(path),)}, dense).values()
+        infos = {name: delta.infos for name, (delta,) in adapter.deltas.items()}
+        if {name: tuple(x.name for x in group) for name, group in infos.items()} != expected:
             wrong.append(prefix)
     assert not wrong
 
 
 @pytest.mark.parametrize("adapter", ["default", "default_0", "style-1", "weight"])
 def test_an_adapter_of_any_name(
-    adapter: str, weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+    adapter: str, weights: dict[str, Tensor], dense: Checkpoint, tmp_path: Path
 ) -> None:
-    down, up = pair(weights[f"{Q}.weight"].shape, 2, 0, torch.float32)
+    down, up = make_pair(weights[f"{Q}.weight"].shape, 2)
     path = tmp_path / "x.safetensors"
     magnitude = torch.ones(len(up))
     tensors = {f"{Q}.lora_A.{adapter}.weight": down, f"{Q}.lora_B.{adapter}.weight": up}
     tensors |= {f"{Q}.lora_B.{adapter}.bias": magnitude}
     save_file(tensors, path)
-    actual = read_merged_weights(path, tiny("t2v-1.3B"))
+    actual = merge_file(path, dense)
     exact = weights[f"{Q}.weight"].double() + up.double() @ down.double()
     assert torch.equal(actual[f"{Q}.weight"], exact.float())
     assert torch.equal(actual[f"{Q}.bias"], weights[f"{Q}.bias"].float() + 1)
     save_file(tensors | {f"{Q}.lora_magnitude_vector.{adapter}": magnitude.clone()}, path)
-    changed = read_merged_weights(path, tiny("t2v-1.3B"))[f"{Q}.weight"]
+    changed = merge_file(path, dense)[f"{Q}.weight"]
     torch.testing.assert_close(changed.norm(dim=1), magnitude)
 
 
 def test_a_difference_of_any_parameter(
-    weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+    weights: dict[str, Tensor], dense: Checkpoint, tmp_path: Path
 ) -> None:
     """`.diff` after a parameter's name, official or of diffusers, with dots or underscores."""
     names = {
@@ -100,15 +82,16 @@ def test_a_difference_of_any_parameter(
     changes = {name: torch.randn(weights[name].shape, generator=generator) for name in names}
     path = tmp_path / "x.safetensors"
     save_file({key: changes[name] for name, key in names.items()}, path)
-    actual = read_merged_weights(path, tiny("t2v-1.3B"), 0.5)
+    actual = merge_file(path, dense, 0.5)
     assert actual.keys() == names.keys()
     for name, change in changes.items():
         assert torch.equal(actual[name], (weights[name].double() + 0.5 * change).float()), name
 
 
-def test_the_low_noise_expert_of_all_namings(tiny: Any, tmp_path: Path) -> None:
-    checkpoint, path = inspect_checkpoint(tiny("t2v-A14B")), tmp_path / "both.safetensors"
-    down, up = pair_of(checkpoint)
+def test_the_low_noise_expert_of_all_namings(pair_of_experts: Checkpoint, tmp_path: Path) -> None:
+    path = tmp_path / "both.safetensors"
+    shape = pair_of_experts.experts["low_noise"].tensors[f"{Q}.weight"].shape
+    down, up = make_pair(torch.Size(shape), 2)
     for high, low in (
         ("transformer.", "transformer_2."),
         ("pipe.dit.", "pipe.dit2."),
@@ -119,7 +102,7 @@ def test_the_low_noise_expert_of_all_namings(tiny: Any, tmp_path: Path) -> None:
         ends = {".lora_A.weight": down, ".lora_B.weight": up}
         tensors = {f"{high}{name}{end}": x for end, x in ends.items()}
         save_file(tensors | {f"{low}{name}{end}": 3 * x for end, x in ends.items()}, path)
-        loras = lora.resolve_loras({"lora": (str(path),)}, checkpoint)
+        loras = lora.resolve_loras({"lora": (str(path),)}, pair_of_experts)
         infos = {
             expert: adapter.deltas[f"{Q}.weight"][0].infos[0].name
             for expert, (adapter,) in loras.items()
@@ -130,9 +113,11 @@ def test_the_low_noise_expert_of_all_namings(tiny: Any, tmp_path: Path) -> None:
         }
 
 
-def test_whole_parameters_of_peft(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
+def test_whole_parameters_of_peft(
+    weights: dict[str, Tensor], dense: Checkpoint, tmp_path: Path
+) -> None:
     """Stored modules and biases replace the network's, in part with a strength below 1."""
-    down, up = pair(weights[f"{Q}.weight"].shape, 2, 0, torch.float32)
+    down, up = make_pair(weights[f"{Q}.weight"].shape, 2)
     prefix, path = "base_model.model.", tmp_path / "adapter_model.safetensors"
     whole = {
         "head.head.weight": "head.head.weight",
@@ -147,48 +132,20 @@ def test_whole_parameters_of_peft(weights: dict[str, Tensor], tiny: Any, tmp_pat
     config = {"modules_to_save": ["head", "text_embedding.0"], "bias": "lora_only"}
     path.with_name("adapter_config.json").write_text(json.dumps(config))
     for strength in (1.0, 0.25):
-        actual = read_merged_weights(path, tiny("t2v-1.3B"), strength)
+        actual = merge_file(path, dense, strength)
         for name, value in stored.items():
             exact = torch.lerp(weights[name].double(), value.double(), strength)
             torch.testing.assert_close(actual[name].double(), exact, atol=1e-7, rtol=1e-6)
 
 
-REFUSED = {
+REFUSED = {  # some of those that the libraries write; `benchmarks/adapter_kinds.py` has all
     "OFT": "oft_R.weight",
-    "BOFT": "boft_R",
-    "PEFT's GLoRA": "glora_A.Xd",
     "IA3": "ia3_l",
     "VeRA": "vera_lambda_b",
-    "PVeRA": "pvera_lambda_b",
-    "VB-LoRA": "vblora_logits_A",
-    "RandLoRA": "randlora_lambda.default",
-    "GraLoRA": "gralora_A",
-    "DeLoRA": "delora_A",
-    "TinyLoRA": "tinylora_v",
-    "UniLoRA": "unilora_theta_d",
     "AdaLoRA": "lora_E",
     "T-LoRA": "q_layer.weight",
-    "KaSA": "lora_diag.default",
-    "FourierFT": "fourierft_spectrum",
-    "WaveFT": "waveft_spectrum",
-    "HRA": "hra_u",
-    "HiRA": "hira_A",
     "RoAd": "road_theta",
-    "SHiRA": "shira_weight",
-    "C3A": "c3a_kernel",
     "MiSS, Bone": "bone_block",
-    "OSF": "osf_svd_params.U",
-    "PSOFT": "psoft_R.weight",
-    "LN tuning": "ln_tuning_layers.default.weight",
-    "BEFT": "beft_bias",
-    "DEFT": "deft_P",
-    "FRoD": "frod_V.attn1_to_q",
-    "Lily": "lily_A.weight",
-    "PEANuT": "peanut_A.weight",
-    "Poly": "poly_lora_A",
-    "AdaMSS": "adamss_A.0",
-    "Shadow": "shadow_model.weight",
-    "super tuning": "supertuning_values",
     "X-LoRA": "internal_xlora_classifier.layers.0.weight",
     "a LoRA of an embedding": "lora_embedding_A",
     "LoKr with two cores": "lokr_t1",
@@ -199,22 +156,21 @@ REFUSED = {
 }
 
 
-def test_kinds_that_are_refused_by_name(tiny: Any, tmp_path: Path) -> None:
+def test_kinds_that_are_refused_by_name(dense: Checkpoint, tmp_path: Path) -> None:
     """Whatever their prefix; also files that need other layers."""
-    assert REFUSED.keys() == REFUSED_KINDS.keys() | OTHER_NETWORKS.keys()
     path, sentences = tmp_path / "x.safetensors", {}
     for kind, end in REFUSED.items():
-        for prefix in ("", "any.", "lora_unet__"):
-            layer = Q if prefix.endswith(".") or not prefix else Q.replace(".", "_")
-            name = f"{prefix}{layer}.{end}" if end else "dwpose_embedding.0.weight"
-            save_file({name: torch.ones(2, 2)}, path)
-            sentence = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
-            assert kind.split(",")[0] in sentence and name in sentence, sentence
-        sentences[kind] = sentence
+        dotted, flat = f"any.{Q}.{end}", f"lora_unet__{Q.replace('.', '_')}.{end}"
+        name = flat if end else "dwpose_embedding.0.weight"
+        save_file({name: torch.ones(2, 2)}, path)
+        sentences[kind] = get_refusal(merge_file, path, dense)
+        why, _ = find_name_refusal(dotted if end else name) or ("", "")
+        for text in (sentences[kind], why):
+            assert kind.split(",")[0] in text, text
     check_refusals("LoRA: kinds", sentences)
 
 
-def test_the_first_three_unknown_names_are_told(tiny: Any, tmp_path: Path) -> None:
+def test_the_first_three_unknown_names_are_told(dense: Checkpoint, tmp_path: Path) -> None:
     layers = [f"blocks.{block}.self_attn.{x}" for block in (0, 1) for x in "qkv"]
     path, tensor, end = tmp_path / "x.safetensors", torch.ones(2, 96), ".lora_A.weight"
     cases = {
@@ -228,14 +184,14 @@ def test_the_first_three_unknown_names_are_told(tiny: Any, tmp_path: Path) -> No
     sentences = {}
     for case, names in cases.items():
         save_file({name: tensor.clone() for name in names}, path)
-        sentences[case] = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
+        sentences[case] = get_refusal(merge_file, path, dense)
         assert "more" in sentences[case] and "another model" not in sentences[case]
     check_refusals("LoRA: unknown names", sentences)
 
 
 def make_pairs(prefix: str, *layers: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Pairs of official layers of 96 channels."""
-    down, up = pair(torch.Size((96, 96)), 2, 0, torch.float32)
+    down, up = make_pair(torch.Size((96, 96)), 2)
     return {
         f"{prefix}{layer}.{end}.weight": x.to(dtype).clone()
         for layer in layers
@@ -244,23 +200,23 @@ def make_pairs(prefix: str, *layers: str, dtype: torch.dtype = torch.float32) ->
 
 
 @pytest.mark.parametrize("prefix", ["control_net.", "encoder.", "vace.", "te.", "a.controlnet."])
-def test_prefixes_of_other_networks(prefix: str, tiny: Any, tmp_path: Path) -> None:
+def test_prefixes_of_other_networks(prefix: str, dense: Checkpoint, tmp_path: Path) -> None:
     """Their layers may have the same names; a word is only a part of another prefix."""
     path = tmp_path / "x.safetensors"
     save_file(make_pairs(prefix, Q), path)
-    sentence = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
+    sentence = get_refusal(merge_file, path, dense)
     assert f"whose prefix ({prefix}) is that of another network" in sentence
     save_file(make_pairs(f"my_{prefix.replace('.', '_v2.')}", Q), path)
-    assert read_merged_weights(path, tiny("t2v-1.3B")).keys() == {f"{Q}.weight"}
+    assert merge_file(path, dense).keys() == {f"{Q}.weight"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_a_lora_in_float8(dtype: torch.dtype, tiny: Any, tmp_path: Path) -> None:
+def test_a_lora_in_float8(dtype: torch.dtype, dense: Checkpoint, tmp_path: Path) -> None:
     path, values = tmp_path / "x.safetensors", []
     tensors = make_pairs("", Q, dtype=dtype)
     for stored in (tensors, {name: x.float() for name, x in tensors.items()}):
         save_file(stored, path)
-        values.append(read_merged_weights(path, tiny("t2v-1.3B"))[f"{Q}.weight"])
+        values.append(merge_file(path, dense)[f"{Q}.weight"])
     assert torch.equal(*values)
 
 
@@ -269,18 +225,18 @@ IMAGE_LAYERS = ("blocks.0.cross_attn.k_img", "blocks.1.cross_attn.v_img", "img_e
 
 @pytest.mark.parametrize("spell", [str, rename_to_diffusers], ids=["official", "diffusers"])
 def test_layers_of_an_image_input_that_the_network_lacks(
-    spell: Any, tiny: Any, tmp_path: Path
+    spell: Any, dense: Checkpoint, tmp_path: Path
 ) -> None:
     """Wan2.1's i2v LoRAs on Wan2.2: the rest is merged, and a line names the others."""
-    path, folder = tmp_path / "x.safetensors", tiny("t2v-1.3B")
+    path = tmp_path / "x.safetensors"
     image_pairs = make_pairs("diffusion_model.", *map(spell, IMAGE_LAYERS))
     save_file(image_pairs | make_pairs("diffusion_model.", spell(Q)), path)
-    loras = lora.resolve_loras({"lora": (str(path),)}, inspect_checkpoint(folder))
+    loras = lora.resolve_loras({"lora": (str(path),)}, dense)
     assert [*loras["dit"][0].deltas] == [f"{Q}.weight"]
     (line,) = [x for x in lora.iter_lora_notices(loras, "t2v", False) if "not used" in x]
     assert "6 tensors" in line and min(image_pairs) in line
     save_file(image_pairs, path)
-    sentence = get_refusal(read_merged_weights, path, folder)
+    sentence = get_refusal(merge_file, path, dense)
     assert "only the image input of other networks" in sentence and min(image_pairs) in sentence
 
 

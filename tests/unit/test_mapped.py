@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import nn
 
 from tests.conftest import slow
 from tests.pipelines import build_quick_pipeline, generate_quick_latents
@@ -38,33 +37,12 @@ def count_tensor_bytes(network: nn.Module) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def copy_with_dit(
-    folder: Path, out: Path, change: Callable[[dict[str, Tensor], Path], None]
-) -> Path:
-    """Returns a copy of the checkpoint whose DiT file `change` has written."""
-    shutil.copytree(folder, out)
-    change({name: x.clone() for name, x in load_file(out / DIT).items()}, out / DIT)
-    return out
-
-
-def save_as_float32(state: dict[str, Tensor], file: Path) -> None:
-    stream_safetensors(
-        file,
-        {name: (torch.float32, tuple(x.shape)) for name, x in state.items()},
-        ((name, x.float()) for name, x in state.items()),
-        "fp32",
-    )
-
-
-@pytest.mark.parametrize("precision", ["bf16", slow("fp32")])
 def test_every_layout_of_a_file_gives_the_same_bits(
-    precision: str, tiny: Any, tmp_path: Path, one_thread: None
+    tiny: Any, tmp_path: Path, one_thread: None
 ) -> None:
     """Aligned files are mapped and others are copied; the latents are equal."""
-    folder, argv = tiny("t2v-1.3B"), ("--precision", precision, "--sample_steps", "2")
+    folder, argv = tiny("t2v-1.3B"), BF16
     task = ("--task", "t2v-1.3B")
-    if precision == "fp32":
-        folder = copy_with_dit(folder, tmp_path / "fp32", save_as_float32)
     odd = tmp_path / "odd"
     shutil.copytree(folder, odd)
     shift_tensors(odd / DIT, 1)
@@ -155,40 +133,25 @@ def test_a_network_that_is_kept_may_be_changed(tiny: Any) -> None:
             parameter.zero_()
 
 
-@pytest.mark.parametrize("change", ["truncated", slow("replaced")])
 def test_a_file_that_changes_between_steps(
-    change: str, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A truncated file ends the run with one message; a replaced file does not change it."""
+    """The run ends with one message."""
     folder, video = tmp_path / "folder", tmp_path / "video.mp4"
     shutil.copytree(tiny("t2v-1.3B"), folder)
     argv = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), *BF16, "--size", "64*64"]
     argv += ["--frame_num", "5", "--device", "cpu", "--base_seed", "7", "--save_file", str(video)]
-    argv += ["--save_latents"]
-    content, calls, forward = (folder / DIT).read_bytes(), [], WanModel.forward
+    calls, forward = list[Any](), WanModel.forward
 
     def forward_and_change(self: WanModel, *args: Any, **kwargs: Any) -> Any:
-        out = forward(self, *args, **kwargs)
-        calls.append(out)
+        calls.append(forward(self, *args, **kwargs))
         if len(calls) == 2:  # of the first step
-            if change == "truncated":
-                os.truncate(folder / DIT, 4096)
-            else:
-                (tmp_path / "other").write_bytes(bytes(len(content)))
-                (tmp_path / "other").replace(folder / DIT)
-        return out
+            os.truncate(folder / DIT, 4096)
+        return calls[-1]
 
-    if change == "replaced":
-        assert generate.main(argv) == 0
-        expected = load_file(video.with_suffix(".latents.safetensors"))["latents"]
     monkeypatch.setattr(WanModel, "forward", forward_and_change)
-    code = generate.main(argv)
-    if change == "replaced":
-        result = load_file(video.with_suffix(".latents.safetensors"))["latents"]
-        assert code == 0 and torch.equal(result, expected) and len(calls) == 4
-        return
+    assert generate.main(argv) == 1 and len(calls) == 2
     message = capfd.readouterr().err.strip().splitlines()[-1]
-    assert code == 1 and len(calls) == 2
     assert DIT in message and "was changed while its weights were used" in message
     assert "Traceback" not in message and not video.exists()
 
@@ -199,6 +162,5 @@ def test_streamed_files_begin_large_tensors_at_64_bytes(tmp_path: Path) -> None:
     stream_safetensors(tmp_path / "x.safetensors", form, iter(state.items()), "x")
     loaded = load_file(tmp_path / "x.safetensors")
     assert all(torch.equal(loaded[name], x) for name, x in state.items())
-    save_file(state, tmp_path / "y.safetensors")  # the format's own writer
     header = int.from_bytes((tmp_path / "x.safetensors").read_bytes()[:8], "little")
     assert (8 + header) % 64 == 0

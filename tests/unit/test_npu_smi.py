@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.refusals import check_refusals, get_refusal
+from wan.device import Device
 from wan.metering import npu_smi
+from wan.metering.meter import open_power_source
 from wan.metering.npu_smi import DieLocation, DieReading
 from wan.metering.power_source import MeterError
+from wan.settings.devices import get_capabilities
 from wan.utils import system
 
 FIXTURES = Path(__file__).parent / "fixtures" / "npu_smi"
@@ -108,12 +112,8 @@ def test_fields() -> None:
 
 
 def test_mapping() -> None:
-    assert {
-        name: npu_smi.parse_die_locations(text(name)) for name in DIE_LOCATIONS
-    } == DIE_LOCATIONS
-
-
-def test_mapping_of_an_a5() -> None:
+    locations = {name: npu_smi.parse_die_locations(text(name)) for name in DIE_LOCATIONS}
+    assert locations == DIE_LOCATIONS
     assert npu_smi.parse_die_locations(A5_MAP) == {0: DieLocation(0, 0), 1: DieLocation(1, 0)}
 
 
@@ -271,6 +271,24 @@ def test_two_dies_of_a_board_are_one_device(tool: Path) -> None:
     dies = [npu_smi.NpuSmi(index) for index in (0, 1)]
     assert [die.device for die in dies] == ["NPU 0 die 0", "NPU 0 die 1"]
     assert [die.read_sample().watts for die in dies] == [69.0, 74.0]
+
+
+@pytest.mark.parametrize(
+    ("visible", "device"), [("1,2", "NPU 1"), ("2,1", "NPU 0"), (None, "NPU 0"), ("2", "none")]
+)
+def test_the_second_visible_npu_is_measured(
+    tool: Path, visible: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logic IDs 0 and 1 are dies of board 0, 2 is on board 1."""
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
+    install(tool, info__m=text("map_A3"), info=text("info_A3_25.2.0"))
+    for board in (0, 1):
+        install(tool, **{f"info__t_common__i_{board}": text("common_two_dies")})
+    # Only the index of the device is read, and PyTorch knows the name "npu" with torch-npu only.
+    source = open_power_source(Device(torch.device("cuda", 1), get_capabilities("npu", 250)))
+    assert (source.device or source.name) == device
 
 
 def test_other_ways_where_one_tells_no_power(tool: Path) -> None:

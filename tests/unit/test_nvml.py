@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from wan.device import Device
 from wan.metering.meter import Meter
-from wan.metering.nvml import Nvml
+from wan.metering.nvml import ClockLock, Nvml
 from wan.metering.power_source import MeterError
+from wan.settings.devices import get_capabilities
 
 UUID = "3f1c2a54-0d3e-9b7a-6c11-5d2f8e7a9b10"
 NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, GPU_IS_LOST = 3, 4, 6, 15
@@ -29,6 +33,7 @@ class Driver:
         self.errors: dict[str, int] = {}
         self.handles = {f"GPU-{UUID}"}
         self.open = 0
+        self.locks: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         """A function, as one of a ctypes library."""
@@ -62,6 +67,14 @@ class Driver:
 
     def _nvmlDeviceGetHandleByUUID(self, uuid: Any, handle: Any) -> int:
         return 0 if uuid.value.decode() in self.handles else NOT_FOUND
+
+    def _nvmlDeviceSetGpuLockedClocks(self, handle: Any, lowest: Any, highest: Any) -> int:
+        self.locks.append((lowest.value, highest.value))
+        return 0
+
+    def _nvmlDeviceResetGpuLockedClocks(self, handle: Any) -> int:
+        self.locks.append("unlocked")
+        return 0
 
     def _nvmlDeviceGetFieldValues(self, handle: Any, count: Any, values: Any) -> int:
         for value in values._obj:
@@ -191,6 +204,49 @@ def test_a_gpu_that_is_lost(driver: Driver) -> None:
     with pytest.raises(MeterError, match="GPU is lost"):
         source.read_sample()
     source.close()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
+    properties = SimpleNamespace(uuid=UUID)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return Device(torch.device("cuda", 0), get_capabilities("cuda"))
+
+
+def test_a_locked_clock_is_unlocked_on_every_path(
+    driver: Driver, gpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the interpreter exits inside the block."""
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
+    lock = ClockLock(gpu, 1500.9)
+    with lock:
+        assert driver.locks == [(1500, 1500)]
+        (unlock,) = at_exit
+    assert driver.locks == [(1500, 1500), "unlocked"] and not at_exit
+    with pytest.raises(ZeroDivisionError), lock:
+        raise ZeroDivisionError
+    assert driver.locks[2:] == [(1500, 1500), "unlocked"]
+    unlock()
+    assert driver.locks[4:] == ["unlocked"]
+    driver.open = 0  # the program's end closes the library
+
+
+def test_clocks_that_cannot_be_locked(driver: Driver, gpu: Device) -> None:
+    driver.errors["nvmlDeviceSetGpuLockedClocks"] = NO_PERMISSION
+    with pytest.raises(MeterError, match="may not be locked here"):
+        ClockLock(gpu, 1500).__enter__()
+    driver.handles = set()
+    cpu = Device(torch.device("cpu"), get_capabilities("cpu"))
+    for device, mhz, why in (
+        (gpu, None, "could not be read"),
+        (gpu, 1500, "NVML: Not Found"),
+        (cpu, 1500, "only clocks of NVIDIA GPUs"),
+    ):
+        with pytest.raises(MeterError, match=why):
+            ClockLock(device, mhz)
+    driver.open = 0
 
 
 def test_a_driver_that_does_not_start(driver: Driver) -> None:

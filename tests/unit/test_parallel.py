@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refusals import check_refusals
-from wan.distributed import ring
 from wan.planner.placement import list_layouts
 from wan.settings.attention_modes import MODES
 from wan.settings.errors import COMMAND_LINE_NAMING, InputError
 from wan.settings.parallel import (
-    RING_TYPES,
     Parallel,
     check_guidance,
     enumerate_topologies,
@@ -66,12 +64,6 @@ def test_missing_sizes_are_chosen() -> None:
     assert [(*case[:3], sizes(case[0], case[1], **case[2])) for case in CHOSEN] == CHOSEN
 
 
-def test_choices_are_announced() -> None:
-    _, notices = resolve_topology({}, 16, 40)
-    assert notices == ("Chosen: `ring_size=2` `ulysses_size=8` for 16 ranks.",)
-    assert resolve_topology({"ring_size": 2, "ulysses_size": 8}, 16, 40)[1] == ()
-
-
 def test_refusals_list_what_works() -> None:
     messages = {
         "too many": refusal(64, 40, ulysses_size=64),
@@ -82,6 +74,7 @@ def test_refusals_list_what_works() -> None:
         "two modes": refusal(8, comm_type=1, fa_alltoall_overlap=True),
         "compiled ring": refusal(2, compile=True, ring_size=2),
         "shards on the CPU": refusal(2, t5_fsdp=True, t5_cpu=True),
+        "chunks of a rank with fewer heads": refusal(6, 40, ulysses_size=6, comm_type=1, chunks=7),
     }
     authors = "comm_type optimization requires ulysses_size > 1."
     assert all(messages[case].startswith(authors) for case in ("one rank", "one head each"))
@@ -90,17 +83,16 @@ def test_refusals_list_what_works() -> None:
     )
 
 
-def test_notes() -> None:
-    assert (
-        resolve_topology({}, 6, 40)[1][1]
-        == "40 heads on 6 ranks of a Ulysses group: 7, 7, 7, 7, 6, 6."
-    )
-    _, notices = resolve_and_check(
-        {"cfg_size": 2, "ulysses_size": 2, "ring_size": 1}, 4, 40, (1.0, 4.0)
-    )
-    assert len(notices) == 1 and "low-noise" in notices[0]
-    flags = {"comm_type": 1, "ulysses_size": 12, "ring_size": 1}
-    assert "nothing to interleave" in resolve_topology(flags, 12, 12)[1][0]
+def test_notices() -> None:
+    def announce(world: int, heads: int, **flags: int) -> tuple[str, ...]:
+        return resolve_and_check(flags, world, heads, (1.0, 4.0))[1]
+
+    assert announce(16, 40) == ("Chosen: `ring_size=2` `ulysses_size=8` for 16 ranks.",)
+    assert announce(16, 40, ring_size=2, ulysses_size=8) == announce(1, 40) == ()
+    assert announce(6, 40)[1] == "40 heads on 6 ranks of a Ulysses group: 7, 7, 7, 7, 6, 6."
+    (notice,) = announce(4, 40, cfg_size=2, ulysses_size=2, ring_size=1)
+    assert "low-noise" in notice
+    assert "nothing to interleave" in announce(12, 12, comm_type=1, ulysses_size=12)[0]
 
 
 @given(
@@ -177,11 +169,3 @@ def test_layouts_on_two_machines() -> None:
     )
     with pytest.raises(InputError, match="does not divide the 8 ranks"):
         list_layouts(8, 40, 3, 8e6, None)
-
-
-def test_alone() -> None:
-    assert resolve_topology({}, 1, 40) == (Parallel(), ())
-
-
-def test_the_ring_knows_the_flags_types() -> None:
-    assert {len(ring.plan_hops(ring_type, 1, 4)) for ring_type in RING_TYPES} == {3}

@@ -105,7 +105,7 @@ def test_damaged_files_are_refused_or_read_as_torch_reads_them(part: str, tmp_pa
     """`torch.load` does not read entries marked as folders: their tensors are not initialised."""
     path, rng, num_read = tmp_path / "x.pt", random.Random(part), 0
     cases = [case for case in CONTENTS if case not in ("a training state", "one nested set")]
-    for _ in range(200):
+    for _ in range(200 if part == "pickle" else 100):
         save_damaged(path, CONTENTS[rng.choice(cases)], part, rng)
         try:
             headers = read_file_headers(path)

@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.conftest import slow
 from tests.dist import run_on_ranks
 from tests.pipelines import resolve_plan
+from tests.refusals import get_refusal
 from wan.app.run import Run
 from wan.device import select_device as device
 from wan.distributed import mesh
@@ -25,7 +26,6 @@ from wan.pipeline.memory_estimate import NetworkSize
 from wan.planner.measure import Planner
 from wan.planner.report import check_plan_memory, describe_plan
 from wan.settings.attention_modes import MODES
-from wan.settings.errors import InputError
 from wan.tasks.base import DenoiseInputs
 from wan.utils.torch_private import StorageTracker
 
@@ -33,6 +33,8 @@ GB = 1e9
 HD = ("--size", "1280*720", "--frame_num", "81")
 EIGHT = ("--ulysses_size", "8", "--comm_type", "1")
 SMALL = ("--device", "cpu", "--size", "256*256", "--frame_num", "9", "--sample_steps", "5")
+HD_EIGHT = ("--task", "t2v-A14B", *HD, *EIGHT, "--device", "cuda")
+TWO_RANKS = ("--task", "t2v-A14B", "--size", "832*480", "--ulysses_size", "2", "--device", "cuda")
 LATENT_MB = 16 * 21 * 90 * 160 * 4 / 1e6  # of HD, float32
 
 
@@ -167,20 +169,13 @@ def forward(hd: Planner, **changes: object) -> int:
 
 
 @pytest.mark.slow
-def test_modes_hold_what_they_should(hd: Planner) -> None:
+def test_modes_and_rings_hold_what_they_should(hd: Planner) -> None:
     by_mode = {mode: forward(hd, comm_type=mode) for mode in MODES}
     assert by_mode[1] < by_mode[2] < by_mode[0]
-
-
-@pytest.mark.slow
-def test_rings_hold_what_they_should(hd: Planner) -> None:
-    chunked = forward(hd)
-    assert chunked < forward(hd, comm_type=0, fa_alltoall_overlap=True)
+    assert by_mode[1] < forward(hd, comm_type=0, fa_alltoall_overlap=True)
     ring = {"ring_size": 4, "ulysses_size": 2}
-    assert forward(hd, **ring) > chunked
-    assert forward(hd, **ring, ring_type="bidirectional") > forward(hd, **ring)
-    four = {"world_size": 4, "ulysses_size": 4}
-    assert forward(hd, **four) > 1.5 * chunked
+    assert by_mode[1] < forward(hd, **ring) < forward(hd, **ring, ring_type="bidirectional")
+    assert forward(hd, world_size=4, ulysses_size=4) > 1.5 * by_mode[1]
 
 
 @pytest.mark.slow
@@ -203,58 +198,29 @@ def test_sharded_weights() -> None:
     assert 2 * block < stages["denoising"]["gathered weights"] < 5 * block
 
 
-def test_vendors_packages_are_not_needed_and_stay_away() -> None:
-    modules_before = set(sys.modules)
-    argv = ("--task", "t2v-1.3B", "--ulysses_size", "2", "--size", "832*480", "--frame_num", "5")
-    npu = ("--chip", "A5", "--fa_quant", "fp8", "--quant_alltoall", "--fa_freq_cap", "1200")
-    assert planner(*argv, *npu).compute_peak_bytes()
-    new = {
-        name
-        for name in set(sys.modules) - modules_before
-        if name.startswith(("torch_npu", "mindiesd"))
-    }
-    assert not new
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_block_sparse_attention_is_planned(device: str) -> None:
-    """The sparse kernel of each kind of device has a counterpart without data."""
-    argv = ("--task", "t2v-1.3B", "--size", "832*480", "--frame_num", "17", "--device", device)
-    sparse = ("--use_rainfusion", "--rainfusion_type", "v2")
-    assert planner(*argv, *sparse).compute_peak_bytes() >= planner(*argv).compute_peak_bytes()
-
-
 def test_vendors_kernels_hold_what_they_should() -> None:
+    """Without the vendors' packages."""
+    argv = ("--task", "t2v-A14B", *HD, *EIGHT, "--chunks", "2")
+
     def measure_dit(chip: str, *flags: str) -> NetworkSize:
-        plan = planner("--task", "t2v-A14B", *HD, *EIGHT, "--chip", chip, *flags)
+        plan = planner(*argv, "--chip", chip, *flags)
         return plan.measure_forwards(plan.setup.parallel)[0].size
 
     def measure_activations(chip: str, *flags: str) -> int:
         return measure_dit(chip, *flags).activations.total()
 
-    plain, fp8 = measure_activations("A2"), ("--fa_quant", "fp8")
+    plain, fp8 = measure_activations("A2"), ("--fa_quant", "fp8", "--fa_freq_cap", "1200")
     assert plain < measure_activations("A2", "--attention_algo", "laser")
     assert plain < (quantised := measure_activations("A5", *fp8))
     assert measure_activations("A5", *fp8, "--quant_alltoall") < quantised
     v3 = ("--use_rainfusion", "--rainfusion_type", "v3", "--mask_refresh_interval", "4")
     assert measure_dit("A5", *v3).cached["masks"] > 1e6
-
-
-@pytest.mark.slow
-def test_cpu_slices_are_smaller() -> None:
-    """In this run the float32 copies of a norm are part of the peak."""
-    argv = ("--task", "ti2v-5B", "--ulysses_size", "4", "--precision", "bf16", "--device")
-    cpu, cuda = (
-        planner(*argv, device).compute_stage_memory()["denoising"].total()
-        for device in ("cpu", "cuda")
-    )
-    assert cpu < cuda
+    assert not {"torch_npu", "mindiesd"} & {*sys.modules}
 
 
 def measure_live_bytes(planned_run: Run) -> tuple[int, int]:
     """Returns a rank's peak bytes of tensors during denoising, and the bytes at its end."""
-    ranks = torch.distributed.get_world_size()
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     team = (
         mesh.make_parallel_groups(device("cpu"), planned_run.setup.parallel.mesh_shape)
         if ranks > 1
@@ -272,14 +238,28 @@ def measure_live_bytes(planned_run: Run) -> tuple[int, int]:
     return live.peak_bytes.total(), live.live_bytes.total()
 
 
+def estimate_denoising_bytes(planned_run: Run) -> int:
+    stages = Planner(planned_run.setup, planned_run.params).compute_stage_memory()
+    return stages["denoising"].total()
+
+
+@pytest.mark.parametrize("flags", ["--step_cache first_block --step_cache_force", "--nag_scale 5"])
+def test_a_real_run_holds_what_is_planned(tiny, flags: str) -> None:
+    """Also while a step cache replaces its residuals."""
+    argv = ("--ckpt_dir", tiny("t2v-1.3B"), "--task", "t2v-1.3B", *SMALL, *flags.split())
+    planned_run = resolve_plan(*argv)
+    measured, _ = measure_live_bytes(planned_run)
+    assert measured <= estimate_denoising_bytes(planned_run) <= 1.05 * measured
+
+
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
     [
-        slow(("--comm_type", "1")),
-        slow(("--comm_type", "2", "--precision", "bf16", "--text_kv_cache", "false")),
-        slow(("--ring_size", "2", "--ulysses_size", "1", "--sample_guide_scale", "1")),
-        slow(("--fa_quant", "fp8")),
+        ("--comm_type", "2", "--precision", "bf16", "--text_kv_cache", "false"),
+        ("--ring_size", "2", "--ulysses_size", "1", "--sample_guide_scale", "1"),
+        ("--comm_type", "1", "--fa_quant", "fp8"),
     ],
 )
 def test_two_real_ranks_hold_what_is_planned(tiny, argv: tuple[str, ...]) -> None:
@@ -288,52 +268,41 @@ def test_two_real_ranks_hold_what_is_planned(tiny, argv: tuple[str, ...]) -> Non
     planned_run = resolve_plan(
         "--ckpt_dir", tiny("t2v-1.3B"), "--task", "t2v-1.3B", *SMALL, *sizes, *argv
     )
-    estimate = (
-        Planner(planned_run.setup, planned_run.params).compute_stage_memory()["denoising"].total()
-    )
     measured = max(peak for peak, _ in run_on_ranks(2, measure_live_bytes, planned_run))
     # Of 5 MB in all, what gloo's thread frees a moment earlier or later is 2 % from run to run.
-    assert 0.95 * measured <= estimate <= 1.08 * measured
+    assert 0.95 * measured <= estimate_denoising_bytes(planned_run) <= 1.08 * measured
 
 
-@pytest.mark.slow
-def test_an_image_is_planned(tmp_path: Path) -> None:
-    Image.new("RGB", (64, 96)).save(tmp_path / "a.png")
-    size = ("--size", "64*96", "--frame_num", "9")
-    without = planner("--task", "ti2v-5B", *size).compute_stage_memory()
-    image = planner(
-        "--task", "ti2v-5B", *size, "--image", tmp_path / "a.png"
-    ).compute_stage_memory()
-    assert "image encoder" in image and "image encoder" not in without
-    assert image["denoising"].total() > without["denoising"].total()
+TEXT_BOUND = ("--task", "t2v-1.3B", "--size", "64*64", "--frame_num", "1", "--device", "cuda")
 
 
 @pytest.mark.parametrize(
-    ("argv", "proposal"),
+    ("argv", "memory", "proposal"),
     [
-        slow(("--offload_model", "false"), "fits with offload_model=true on 8 ranks (30.70 GB)"),
-        slow(("--device_memory", "30"), "fits with dit_fsdp on 8 ranks"),
-        slow(("--device_memory", "2"), "choose a smaller size or frame_num"),
+        (TEXT_BOUND, 8, "fits with t5_cpu on 1 rank"),
+        ((*TEXT_BOUND, "--ulysses_size", "2"), 11, "fits with t5_fsdp on 2 ranks"),
+        ((*TEXT_BOUND, "--ulysses_size", "2"), 8, "fits with offload_model=block on 2 ranks"),
+        slow((*HD_EIGHT, "--offload_model", "false"), 64, "fits with offload_model=true"),
+        slow(HD_EIGHT, 30, "fits with dit_fsdp on 8 ranks"),
+        slow(HD_EIGHT, 2, "choose a smaller size or frame_num"),
+        slow((*TWO_RANKS, "--offload_model", "block"), 3, "fits with ring_size"),
+        slow((*TWO_RANKS, "--offload_model", "cpu"), 6, "fits with offload_model=block"),
     ],
 )
-def test_refusals_name_what_would_fit(argv: tuple[str, ...], proposal: str) -> None:
-    planned_run = resolve_plan("--task", "t2v-A14B", *HD, *EIGHT, "--device_memory", "64", *argv)
-    with pytest.raises(InputError) as caught:
-        check_plan_memory(Planner(planned_run.setup, planned_run.params), planned_run.device_memory)
-    assert proposal in str(caught.value)
-    flag_names = {word[2:] for word in argv if word.startswith("--")} - {"offload_model"}
-    assert not flag_names & set(str(caught.value).split("fits with")[-1].split())
+def test_refusals_name_what_would_fit(argv: tuple[str, ...], memory: int, proposal: str) -> None:
+    """A text encoder that each of several ranks had on the CPU would take more memory there."""
+    refusal = get_refusal(check_plan_memory, planner(*argv), memory * 10**9)
+    assert proposal in refusal
+    assert "offload_model" not in argv or "fsdp" not in refusal
 
 
 @pytest.mark.slow
 def test_refusals_propose_only_free_flags_and_allowed_topologies() -> None:
     argv = ("--task", "t2v-A14B", *HD, "--comm_type", "1", "--ulysses_size", "2", "--dit_fsdp")
-    with pytest.raises(InputError) as caught:
-        check_plan_memory(
-            planner(*argv, "--t5_fsdp", "--vae_tiling", "--device", "cuda"), 12 * 10**9
-        )
-    assert "fits with ring_size=1 ulysses_size" in str(caught.value)
-    assert "fsdp" not in str(caught.value) and "ulysses_size=1 " not in str(caught.value)
+    plan = planner(*argv, "--t5_fsdp", "--vae_tiling", "--device", "cuda")
+    refusal = get_refusal(check_plan_memory, plan, 12 * 10**9)
+    assert "fits with ring_size=1 ulysses_size" in refusal
+    assert "fsdp" not in refusal and "ulysses_size=1 " not in refusal
 
 
 @pytest.mark.slow
@@ -344,25 +313,30 @@ def test_decoding_goes_over_to_less_memory() -> None:
     assert check_plan_memory(planner(*argv, *EIGHT), 13 * 10**9).startswith(prefix)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_shared_rows_take_their_part(ranks: int) -> None:
-    argv = ("--task", "t2v-1.3B", "--size", "832*480", "--device", "cuda")
-    flags = (*argv, "--ring_size", str(ranks), "--ulysses_size", "1")
+@pytest.mark.parametrize(
+    ("ranks", "size"),
+    [("5", ("320*192", 9)), slow("2", ("832*480", 81)), slow("8", ("832*480", 81))],
+)
+def test_shared_rows_take_their_part(ranks: str, size: tuple[str, int]) -> None:
+    argv = ("--task", "t2v-1.3B", "--size", size[0], "--frame_num", size[1], "--device", "cuda")
+    flags = (*argv, "--ring_size", ranks, "--ulysses_size", "1")
     unshared, shared = (
-        planner(*flags, *more).compute_stage_memory() for more in ((), ("--vae_parallel",))
+        planner(*flags, *more).compute_stage_memory()["decoding"]
+        for more in ((), ("--vae_parallel",))
     )
-    video = 832 * 480 * 81 * 3 * 4
-    part = (unshared["decoding"]["activations"] - video) / ranks
-    activations = shared["decoding"].total() - shared["decoding"]["VAE weights"] - video
-    assert part <= activations <= 1.15 * part  # padding, and rows that cannot be halved
+    width, height = map(int, size[0].split("*"))
+    video = width * height * size[1] * 3 * 4
+    part = (unshared["activations"] - video) / int(ranks)
+    activations = shared.total() - shared["VAE weights"] - video
+    assert part <= activations <= 1.2 * part  # padding, and rows that cannot be divided
 
 
 def test_plan_description(hd: Planner) -> None:
     text = "\n".join(describe_plan(hd, "t2v-14B"))
     for fact in (
-        "Plan: t2v-14B, 1280*720, 81 frames, bf16, 8 ranks (CUDA GPU)",
+        "Plan: t2v-14B, 1280*720, 81 frames, bf16, 8 ranks (CUDA GPU); sizes as published",
         "75600 + 0 padding, 9450 per rank",
+        "Attention: InsertComm, 5 head chunks of 1 per rank; ulysses 8 x ring 1 x cfg 1",
         "20 tensors of 19.35 MB per layer, together 0.39 GB; 30.97 GB per step and rank",
         "Memory of the fullest rank: 30.70 GB",
         "decoding 13.52 GB: activations 13.01 GB, VAE weights 0.51 GB",
@@ -372,6 +346,38 @@ def test_plan_description(hd: Planner) -> None:
     assert check_plan_memory(hd, 64 * 10**9) == "Fits: 30.70 GB of 64.00 GB per rank."
 
 
+@pytest.mark.parametrize(
+    ("size", "resident", "copies", "calls"),
+    [
+        ("832*480", 0, 40, ", once for both guidance branches"),
+        slow("832*480", 4, 36, ", once for both guidance branches"),
+        ("1280*720", 4, 2 * 36, " in 2 forwards"),
+    ],
+)
+def test_copied_bytes_of_streamed_blocks(size: str, resident: int, copies: int, calls: str) -> None:
+    """Blocks of 8 C^2 + 2 C F values in bfloat16, once a step or for each branch."""
+    argv = ("--task", "t2v-A14B", "--size", size, "--frame_num", "81", "--device", "cuda")
+    plan = planner(*argv, "--offload_model", "block", "--resident_blocks", resident)
+    expected = copies * 2 * (8 * 5120**2 + 2 * 5120 * 13824)
+    num_streamed, _, copied_bytes = plan.count_streamed_blocks()
+    assert num_streamed == 40 - resident and copied_bytes == pytest.approx(expected, rel=0.01)
+    (line,) = (text for text in describe_plan(plan, "", 25.0) if text.startswith("Copied per step"))
+    seconds = copied_bytes / 25e9
+    assert line.endswith(f" GB, {num_streamed} blocks{calls}, {seconds:.2f} s at 25 GB/s")
+
+
+def test_ranks_of_a_ring_that_are_measured() -> None:
+    """The last one, if tokens are padded, and one in the middle of a ring of both directions."""
+    argv = ("--task", "t2v-1.3B", "--frame_num", "1", "--device", "cuda", "--ulysses_size", "1")
+    for size, ring, number in (
+        ("64*64", ("--ring_size", "4"), 1),
+        ("80*48", ("--ring_size", "4"), 2),
+        ("80*48", ("--ring_size", "4", "--ring_type", "bidirectional"), 3),
+    ):
+        plan = planner(*argv, "--size", size, *ring)
+        assert len(plan.measure_forwards(plan.setup.parallel)) == number, (size, ring)
+
+
 @pytest.mark.slow
 def test_fp8_exchanges_carry_scales() -> None:
     argv = ("--task", "t2v-A14B", *HD, *EIGHT, "--chip", "A5", "--fa_quant", "fp8")
@@ -379,34 +385,45 @@ def test_fp8_exchanges_carry_scales() -> None:
     assert "35 tensors of 19.40 MB or 9.70 MB or 2.37 kB or 1.18 kB per layer" in text
 
 
-def bound_and_plan(*argv: object) -> tuple[dict[str, int], dict[str, int]]:
-    cuda_planner = planner(*argv, "--device", "cuda")
-    stages = {name: parts.total() for name, parts in cuda_planner.compute_stage_memory().items()}
-    sizes = memory_estimate.estimate_network_sizes(cuda_planner.setup, cuda_planner.params)
-    bounds = memory_estimate.compute_stage_memory(cuda_planner.setup, cuda_planner.params, sizes)
-    return {name: usage.total() for name, usage in bounds.items()}, stages
+def check_bounds(plan: Planner, least: float) -> None:
+    """Compares the estimate of each stage with the plan, and that of the fullest with `least`."""
+    measured = plan.compute_stage_memory()
+    sizes = memory_estimate.estimate_network_sizes(plan.setup, plan.params)
+    estimated = memory_estimate.compute_stage_memory(plan.setup, plan.params, sizes)
+    assert estimated.keys() == measured.keys()
+    totals = {name: (usage.total(), measured[name].total()) for name, usage in estimated.items()}
+    assert not {name: sizes for name, sizes in totals.items() if sizes[0] > sizes[1]}
+    bounds, sums = zip(*totals.values(), strict=True)
+    assert least <= max(bounds) / max(sums), totals
 
 
-def is_tight_bound(bounds: dict[str, int], stages: dict[str, int]) -> bool:
-    assert bounds.keys() == stages.keys()
-    return 0.85 <= max(bounds.values()) / max(stages.values()) <= 1 and all(
-        bounds[name] <= size for name, size in stages.items()
-    )
+HD_5B = ("--task", "ti2v-5B", "--size", "1280*704", "--frame_num")
+FSDP = ("--ulysses_size", "8", "--dit_fsdp", "--t5_fsdp")
 
 
 @pytest.mark.parametrize(
     "argv",
     [
+        ("--task", "i2v-A14B", *QUARTER, "--convert_model_dtype"),
         slow(("--task", "t2v-A14B", *HD, *EIGHT)),
         slow(("--task", "t2v-1.3B", "--precision", "fp32", "--offload_model", "false")),
-        slow(("--task", "ti2v-5B", "--ulysses_size", "8", "--dit_fsdp", "--t5_fsdp")),
+        slow(("--task", "t2v-1.3B", "--ulysses_size", "4", "--dit_fsdp", "--t5_fsdp")),
+        slow(
+            ("--task", "t2v-A14B", "--size", "832*480", "--frame_num", "17", "--precision", "fp32")
+        ),
+        slow(("--task", "i2v-A14B", "--size", "832*480", "--frame_num", "161", *FSDP)),
+        slow(("--task", "i2v-A14B", "--size", "1280*720", "--offload_model", "false", *EIGHT[:2])),
+        slow((*HD_5B, "17", "--offload_model", "false")),
+        slow((*HD_5B, "161", *FSDP)),
+        slow(("--task", "ti2v-5B", "--offload_model", "block", "--resident_blocks", "4")),
         slow(("--task", "vace-1.3B")),
         slow(("--task", "vace-14B", "--offload_model", "block")),
         slow(("--task", "vace-A14B", "--ulysses_size", "8", "--dit_fsdp")),
     ],
+    ids=" ".join,
 )
 def test_the_bound_lies_a_little_below(argv: tuple[str, ...]) -> None:
-    assert is_tight_bound(*bound_and_plan(*argv))
+    check_bounds(planner(*argv, "--device", "cuda"), 0.85)
 
 
 def check_vae_estimate(task_planner: Planner) -> None:
@@ -430,29 +447,9 @@ def test_the_vae_is_estimated_as_it_is_measured() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("frames", "size"), [(1, "4096*4096"), (5, "320*192"), (81, "4096*4096")])
 @pytest.mark.parametrize("task", ["i2v-A14B", "ti2v-5B"])
-@pytest.mark.parametrize("frames", [1, 5, 81])
-@pytest.mark.parametrize("size", ["320*192", "4096*4096"])
 def test_the_vae_is_estimated_everywhere(task: str, frames: int, size: str, tmp_path: Path) -> None:
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
     argv = ("--task", task, "--size", size, "--frame_num", frames, "--device", "cuda")
     check_vae_estimate(planner(*argv, "--image", tmp_path / "a.png"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B", "ti2v-5B", "t2v-1.3B"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("ranks", [(), EIGHT[:2], (*EIGHT[:2], "--dit_fsdp", "--t5_fsdp")])
-@pytest.mark.parametrize("offload", ["true", "false"])
-def test_the_bound_everywhere(
-    task: str, precision: str, ranks: tuple[str, ...], offload: str
-) -> None:
-    if task == "t2v-1.3B" and ranks:
-        ranks = ("--ulysses_size", "4", *ranks[2:])
-    sizes = ("1280*704", "704*1280") if task == "ti2v-5B" else ("1280*720", "832*480")
-    for size in sizes:
-        for frames in ("17", "81", "161"):
-            argv = ("--task", task, "--size", size, "--frame_num", frames, *ranks)
-            assert is_tight_bound(
-                *bound_and_plan(*argv, "--precision", precision, "--offload_model", offload)
-            )

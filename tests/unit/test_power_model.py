@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -56,7 +55,8 @@ def integrate_by_euler(
 
 
 def test_governor_against_small_steps() -> None:
-    for comm_type, changes in product(MODES, ({}, {"pfa": 1.3}, {"tau": 0.02, "hold": 0.05})):
+    changes_by_mode = {0: {}, 1: {"pfa": 1.3}, 2: {"tau": 0.02, "hold": 0.05}}
+    for comm_type, changes in changes_by_mode.items():
         constants = Constants(**changes)
         layer = PUBLISHED_WORK.list_layer_work(MODES[comm_type], MODES[comm_type].chunks, constants)
         simulated, exact = (
@@ -92,7 +92,6 @@ def test_every_mode_of_the_table_is_predicted(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(MODES, 3, mode)
     predictions = {row.name: row for row in power_model.predict_modes(PUBLISHED_WORK, Constants())}
     assert predictions["3 fewer chunks"].chunks == 5
-    power_model.main([])
 
 
 def test_orders() -> None:
@@ -134,14 +133,14 @@ def test_flops_against_the_block() -> None:
     assert counter.get_total_flops() == pytest.approx(seconds * 1e9)
 
 
-@pytest.mark.parametrize("sizes", [(4, 1), (2, 2)], ids=["ulysses 4", "ulysses 2, ring 2"])
-@pytest.mark.parametrize("comm_type", [slow(mode) if mode != 1 else mode for mode in MODES])
+@pytest.mark.parametrize(
+    ("ulysses", "ring", "comm_type"), [(2, 2, 1), slow(4, 1, 1), slow(4, 1, 0), slow(2, 2, 2)]
+)
 def test_bytes_against_the_layers(
-    sizes: tuple[int, int], comm_type: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ulysses: int, ring: int, comm_type: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compares with the bytes that the real layers pass to a group without transport."""
     monkeypatch.chdir(tmp_path)
-    ulysses, ring = sizes
     flags = "--task t2v-1.3B --size 832*480 --frame_num 5 --device cuda --ulysses_size"
     flags += f" {ulysses} --ring_size {ring} --comm_type {comm_type * (ulysses > 1)}"
     run = resolve_plan(*flags.split())
@@ -178,19 +177,20 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     power_model.main(["--task", "ti2v-5B", "--pfa", "1.2"])
     out = capsys.readouterr().out
     assert "108.35" not in out and "command line" in out
-    longest = ["--frame_num", "4093", "--size", "7680*4320", "--sample_steps", "50"]
-    power_model.main(longest)  # 10^9 lowerings of the clock
-    assert "nan" not in capsys.readouterr().out
 
 
-def test_program(tmp_path: Path) -> None:
-    command = [sys.executable, str(REPO / "benchmarks" / "power_model.py"), "--ulysses_size"]
-    good, bad = (
-        subprocess.run([*command, size], cwd=tmp_path, capture_output=True, text=True)
-        for size in ("8", "1")
-    )
-    assert good.returncode == 0 and "x ulysses 8;" in good.stdout, good.stderr
-    assert bad.returncode == 2 and bad.stderr.startswith("power_model.py: --ulysses_size 1 has no")
+def test_program_needs_no_torch(tmp_path: Path) -> None:
+    program = str(REPO / "benchmarks" / "power_model.py")
+    script = f"""import runpy, sys
+sys.argv = ["power_model.py", "--ulysses_size", "8"]
+try:
+    runpy.run_path({program!r}, run_name="__main__")
+finally:
+    print("torch" in sys.modules)"""
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0 and "x ulysses 8;" in result.stdout, result.stderr
+    assert result.stdout.endswith("False\n")
 
 
 def test_the_command_of_earlier_versions_names_the_program(
@@ -209,11 +209,3 @@ def test_refused(capsys: pytest.CaptureFixture[str]) -> None:
         assert run_program(partial(power_model.main, argv.split()), "power_model.py") == 2
         messages[argv] = capsys.readouterr().err
     check_refusals("power model", messages, hide=[r"(?<=invalid choice: ).*?\)"])
-
-
-def test_needs_no_torch() -> None:
-    script = "import sys, benchmarks.power_model as p; p.main([]); print('torch' in sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True
-    )
-    assert result.stdout.endswith("False\n"), result.stderr

@@ -54,6 +54,7 @@ def test_the_fastest_mode_is_recommended() -> None:
 def test_the_simpler_of_equal_variants_is_recommended() -> None:
     assert recommend_from_factors({INSERT: 0.9, BLOCK: 0.8999, CONTROL: 0.9})[0] == INSERT
     assert recommend_from_factors({INSERT: 0.9, FIVE_CHUNKS: 0.8999, CONTROL: 0.9})[0] == INSERT
+    assert recommend_from_factors({FIVE_CHUNKS: 0.8999, BLOCK: 0.9, CONTROL: 0.9})[0] == BLOCK
     chosen, _ = recommend_from_factors({INSERT: 0.95, FIVE_CHUNKS: 0.85, CONTROL: 0.9})
     assert chosen == FIVE_CHUNKS and chosen.flags == "--comm_type 1 --chunks 5"
 
@@ -135,12 +136,12 @@ def test_a_control_is_never_recommended() -> None:
     assert recommend_from_factors({INSERT: 1.02, CONTROL: 0.8})[0] == BASE
 
 
-def layer(start: float, index: int) -> list[Event]:
+def layer(start: float, index: int, branch: str = "cond") -> list[Event]:
     """Returns the events of half a second from `start`: two chunks, the first in two blocks."""
 
     def event(kind: str, begin: float, end: float, **fields: object) -> Event:
         times = (round(1e9 * (start + x)) for x in (begin, end, begin))
-        return Event(kind, {"step": 0, "branch": "cond", "layer": index, **fields}, *times)
+        return Event(kind, {"step": 0, "branch": branch, "layer": index, **fields}, *times)
 
     return [
         event("project", 0.0, 0.05),
@@ -155,5 +156,6 @@ def layer(start: float, index: int) -> list[Event]:
 
 
 def test_rests_are_those_between_chunks() -> None:
-    events = [*layer(1.0, 0), *layer(2.0, 1)]
-    assert measure_chunk_gaps(events) == pytest.approx([0.06, 0.06])
+    """Those of one layer, also where a network has only one: branches follow one another."""
+    events = [*layer(1.0, 0), *layer(2.0, 1), *layer(3.0, 1, "uncond")]
+    assert measure_chunk_gaps(events) == pytest.approx([0.06] * 3)

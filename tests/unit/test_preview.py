@@ -92,9 +92,9 @@ def test_a_known_first_frame_is_not_shown(case: str) -> None:
     assert find_preview_window(params, clip, num_latents) == window
     shown: list[Tensor] = []
     preview = Preview(params, lambda latents: latents, shown.append)
-    preview.start_clip(clip, lambda _, latents: latents)
+    preview.start_clip(clip, lambda index, latents: latents + 100 * index)
     preview.update(torch.arange(num_latents).view(1, -1, 1, 1))
-    assert [frame.item() for frame in shown] == [window.stop - 1]
+    assert [frame.item() for frame in shown] == [window.stop - 1 + 100 * clip]
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.conftest import slow
 from wan.kernels.forward_context import StepInfo
 from wan.kernels.fp8 import (
     Fp8Attention,
@@ -152,16 +151,6 @@ def test_a_payload_is_cut_and_dequantised_with_any_strides() -> None:
             quantised.slice_rows(200, 700)
 
 
-def test_a_payload_without_scales() -> None:
-    """The same operations; nothing is converted."""
-    x = AttentionInput(torch.randn(2, 9, 3, 4).bfloat16())
-    (values,) = x.tensors
-    assert values is x.values and x.dequantize(torch.float32) is values
-    part = x.slice_rows(3, 7)
-    assert torch.equal(part.values, values[:, 3:7]) and part.scale is None
-    assert torch.equal(x.map(torch.neg).values, -values)
-
-
 def test_sylvester() -> None:
     for size in (1, 2, 64, 128):
         signs = [[(-1) ** bin(i & j).count("1") for j in range(size)] for i in range(size)]
@@ -188,16 +177,6 @@ def test_a_rotation_needs_a_power_of_two() -> None:
             make(size)
 
 
-def test_a_rotation_has_the_dtype_of_what_it_rotates() -> None:
-    """Also where the same rotations have met another dtype before."""
-    rotations = Rotations(64)
-    for dtype in DTYPES:
-        pair = rotations.get_pair(torch.zeros(1, 1, 1, 64, dtype=dtype), None)
-        for matrix in pair:
-            assert matrix.dtype == dtype
-            assert torch.equal(matrix, make_hadamard_rotation(64, dtype))
-
-
 CUTS = st.tuples(st.integers(0, TILES - 1), st.integers(1, TILES)).map(
     lambda c: (c[0] * 128, min((c[0] + c[1]) * 128, ROWS))
 )
@@ -210,7 +189,6 @@ HEAD_RANGES = st.tuples(st.integers(0, HEADS - 1), st.integers(1, HEADS)).map(
     ("head", "dtype"),
     [
         *((16, torch.bfloat16), (64, torch.float32), (128, torch.bfloat16)),
-        *(slow(16, torch.float32), slow(64, torch.bfloat16), slow(128, torch.float32)),
     ],
 )
 def test_rotated_rows_do_not_depend_on_the_cut(head: int, dtype: torch.dtype) -> None:
@@ -234,13 +212,8 @@ def test_rotated_rows_do_not_depend_on_the_cut(head: int, dtype: torch.dtype) ->
     check()
 
 
-PAIRED = {(16, 0, False), (16, 1, True), (128, 0, True), (128, 1, False)}
-ALL_CASES = {*product((16, 128), (0, 1), (False, True))}
-
-
 @pytest.mark.parametrize(
-    ("head", "kind", "masked"),
-    [*sorted(PAIRED), *(slow(*case) for case in sorted(ALL_CASES - PAIRED))],
+    ("head", "kind", "masked"), [(16, 0, False), (16, 1, True), (128, 0, True), (128, 1, False)]
 )
 def test_tiles(head: int, kind: int, masked: bool) -> None:
     """Each cut, choice of heads and number of threads gives the same, correct bits."""
@@ -282,11 +255,7 @@ def test_a_mask_must_fit() -> None:
 
 
 HEADS_AND_DTYPES = pytest.mark.parametrize(
-    ("head", "dtype"),
-    [
-        *((64, torch.float32), (128, torch.bfloat16)),
-        *(slow(64, torch.bfloat16), slow(128, torch.float32)),
-    ],
+    ("head", "dtype"), [(64, torch.float32), (128, torch.bfloat16)]
 )
 
 
@@ -341,9 +310,9 @@ def test_fp8_attention_does_not_depend_on_the_cut(head: int, dtype: torch.dtype)
     check()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("shard", "ranks", "tokens"), [(256, 3, 525), slow(512, 2, 525), (256, 3, 256)]
+    ("shard", "ranks", "tokens", "dtype"),
+    [(256, 3, 525, torch.bfloat16), (512, 2, 525, torch.float32), (256, 3, 256, torch.float32)],
 )
 def test_quantised_before_the_exchange_is_quantised_later(
     shard: int, ranks: int, tokens: int, dtype: torch.dtype
@@ -433,15 +402,6 @@ def test_a_layer_may_bring_its_own_rotations() -> None:
         quantiser.quantize_k(x, step), quantize_blocks(rotate_heads(x, exported[1]), 256)
     )
     assert have_equal_bits(quantiser.quantize_v(x), quantize_blocks(x, 256))
-
-
-def test_the_shared_rotation_spreads_outliers_and_keeps_the_logits() -> None:
-    q, k = make_random_tensors((1, 128, 1, 128), 2, torch.float32)
-    q[..., 5] *= 100
-    turned = [rotate_heads(x, make_hadamard_rotation(128))[0, :, 0] for x in (q, k)]
-    logits = q[0, :, 0].double() @ k[0, :, 0].double().mT
-    assert (turned[0].double() @ turned[1].double().mT - logits).abs().max() < 1e-2
-    assert turned[0].abs().max() < q.abs().max() / 5
 
 
 def test_attention_on_other_devices() -> None:

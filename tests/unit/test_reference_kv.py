@@ -12,7 +12,7 @@ from tests.animate2_network import CASES, Case, compute_velocity, make_inputs, m
 from tests.refusals import check_refusals, get_refusal
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.reference_kv import ReferenceKV, ReferenceLayout, ReferencePass
+from wan.modules.reference_kv import ChunkKV, ReferenceKV, ReferenceLayout, ReferencePass
 
 HEADS, HEAD_DIM = 3, 8
 
@@ -85,6 +85,23 @@ def test_a_ring_rank_keeps_the_frames_of_its_queries(ring_size: int) -> None:
             rows = range(rank * padded // ring_size, (rank + 1) * padded // ring_size)
             frames = {row // math.prod(case.frame) - 1 for row in rows if row < tokens} - {-1}
             assert {*layout.find_frames(rank, ring_size)} == frames, name
+
+
+def test_the_next_layer_is_the_next_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys and values are copied meanwhile; after the last one those of the next step's."""
+    fetched = list[tuple[int, int]]()
+
+    def fetch_layer(_: ReferenceKV, layer: int, next_layer: int) -> dict[int, ChunkKV]:
+        fetched.append((layer, next_layer))
+        return {}
+
+    monkeypatch.setattr(ReferenceKV, "fetch_layer", fetch_layer)
+    layout = ReferenceLayout((1, 2, 2), (2, 2, 2), 8, 2, 0)
+    kv = ReferenceKV(layout, torch.device("cpu"), is_complete=True)
+    layers = [0, 2, 3]
+    for layer in layers:
+        ReferencePass(kv, 0.0, layers).get_layer(layer)
+    assert fetched == [(0, 2), (2, 3), (3, 0)]
 
 
 def test_refusals() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -39,8 +41,7 @@ from wan.pipeline import memory_estimate as memory
 from wan.pipeline import offload as residency
 from wan.pipeline.offload import stream_blocks
 from wan.planner.measure import Planner
-from wan.planner.report import check_plan_memory
-from wan.settings.errors import InputError
+from wan.settings.errors import FileChangedError
 from wan.testing.random_checkpoint import make_checkpoint
 from wan.utils import system
 
@@ -92,21 +93,17 @@ def write_lora(folder: Path, path: Path) -> Path:
 
 FIRST = ("--step_cache", "first_block", "--step_cache_threshold", "0.6", "--sample_steps", "9")
 REUSED = ("--use_attentioncache", "--start_step", "1", "--end_step", "7", "--sample_steps", "8")
-THREE_STEPS = ("--sample_steps", "3")
+THREE_STEPS = ("--sample_steps", "3", "--frame_num", "1")
+TWO_EXPERTS = ("--sample_steps", "2", "--boundary_step", "1", "--frame_num", "1")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "bf16": ("ti2v-5B", (*THREE_STEPS, "--precision", "bf16")),
-    "fp32": ("t2v-1.3B", (*THREE_STEPS, "--precision", "fp32")),
     "all in bf16": ("t2v-1.3B", (*THREE_STEPS, "--convert_model_dtype")),
-    "two experts": ("t2v-A14B", ("--sample_steps", "4", "--precision", "bf16")),
-    "one branch": ("t2v-A14B", ("--sample_steps", "4", "--sample_guide_scale", "1")),
-    "no text cache": ("t2v-1.3B", (*THREE_STEPS, "--text_kv_cache", "false")),
+    "two experts": ("t2v-A14B", (*TWO_EXPERTS, "--precision", "bf16")),
     "step cache": ("t2v-1.3B", FIRST),
     "attention cache": ("t2v-1.3B", REUSED),
-    "recipe": ("t2v-A14B", ("--recipe", "lightning-4step")),
     "fp8 attention": ("t2v-1.3B", (*THREE_STEPS, "--fa_quant", "fp8")),
     "int8": ("t2v-1.3B", (*THREE_STEPS, "--quant_dit_path", "EXPORT")),
-    "LoRA": ("t2v-1.3B", (*THREE_STEPS, "--lora", "LORA=0.5")),
-    "LoRA in bf16": ("t2v-1.3B", (*THREE_STEPS, "--lora", "LORA=0.5", "--precision", "bf16")),
+    "LoRA": ("t2v-1.3B", (*THREE_STEPS, "--lora", "LORA=0.5", "--text_kv_cache", "false")),
     "FP8 weights": ("FP8", (*THREE_STEPS, "--precision", "bf16")),
     "FP8, upcast": ("FP8", (*THREE_STEPS, "--precision", "bf16", "--fp8_weights", "upcast")),
 }
@@ -133,46 +130,39 @@ def test_the_same_bits(name: str, deep: Any, tmp_path: Path, one_thread: None) -
     folder, flags = prepare_case(name, deep, tmp_path)
     expected = generate_quick_latents(folder, *flags, "--offload_model", "false")
     assert expected.isfinite().all()
-    for resident in ("0", "1"):
-        result = generate_quick_latents(
-            folder, *flags, "--offload_model", "block", "--resident_blocks", resident
-        )
-        assert torch.equal(result, expected), resident
+    streamed = (*flags, "--offload_model", "block", "--resident_blocks", "1")
+    assert torch.equal(generate_quick_latents(folder, *streamed), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("offload", ["block", "true"])
-def test_the_same_bits_of_many(
-    name: str, offload: str, deep: Any, tmp_path: Path, one_thread: None
-) -> None:
+@pytest.mark.parametrize("name", ["two experts", "step cache", "attention cache", "LoRA", "int8"])
+def test_the_same_bits_of_many(name: str, deep: Any, tmp_path: Path, one_thread: None) -> None:
     """Both videos of a --prompt_file, and the first video again after another."""
     folder, flags = prepare_case(name, deep, tmp_path)
-    flags += ["--ckpt_dir", str(folder), "--offload_model", offload, "--save_latents", *QUICK]
+    flags += ["--ckpt_dir", str(folder), "--offload_model", "block", "--save_latents", *QUICK]
     file, out = tmp_path / "prompts.txt", tmp_path / "out"
     file.write_text("one\ntwo\none")
     assert generate.main([*flags, "--prompt_file", str(file), "--save_file", str(out)]) == 0
     videos = [load_file(path)["latents"] for path in sorted(out.glob("*.safetensors"))]
     assert torch.equal(videos[0], videos[2]) and not torch.equal(videos[0], videos[1])
     for video, prompt in zip(videos, ("one", "two"), strict=False):
-        assert torch.equal(video, generate_quick_latents(folder, *flags, "--prompt", prompt).cpu())
+        argv = (*flags[: flags.index("--ckpt_dir")], *QUICK, "--prompt", prompt)
+        assert torch.equal(video, generate_quick_latents(folder, *argv).cpu())
 
 
-@pytest.mark.parametrize("resident", [slow(0), 1, slow(2)])
+@pytest.mark.parametrize("resident", [1, slow(0), slow(2)])
 def test_what_a_network_holds_while_it_runs(resident: int, deep: Any, one_thread: None) -> None:
     """At most the planned bytes are held, and one block of the text encoder at a time."""
     argv = ("--offload_model", "block", "--resident_blocks", str(resident), "--sample_steps", "1")
     folder = deep("t2v-1.3B")
-    run, pipeline = build_quick_pipeline(folder, *argv)
+    run, pipeline = build_quick_pipeline(folder, *argv, "--frame_num", "1")
     network, held_bytes = pipeline.experts.get("dit"), []
     for block in network.blocks:
         block.register_forward_hook(lambda *_: held_bytes.append(count_owned_bytes(network)))
     pipeline.generate_latents(run.params)
     assert len(held_bytes) == LAYERS * 2
     plan = Planner(run.setup, run.params).compute_stage_memory()
-    full_bytes = count_owned_bytes(
-        build_quick_pipeline(folder, "--offload_model", "true")[1].experts.get("dit")
-    )
+    full_bytes = sum(x.nbytes for x in network.parameters())
     assert plan["denoising"]["DiT weights"] < full_bytes
     assert plan["denoising"]["DiT weights"] == pytest.approx(max(held_bytes), rel=0.03)
     encoder = pipeline.text_encoder.get()._model
@@ -208,8 +198,9 @@ class Sum(nn.Module):
     """Blocks as a step cache calls them: all, or the first ones."""
 
     def __init__(self) -> None:
+        """The first block, which has no bias, is smaller than the other blocks."""
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(nn.Linear(3, 3, bias=n > 0) for n in range(LAYERS))
         self.table = nn.Embedding(9, 3)
 
     def forward(self, x: Tensor, last: int = LAYERS) -> Tensor:
@@ -276,13 +267,30 @@ def test_blocks_are_read_when_they_are_called_and_not_otherwise() -> None:
 
 def test_a_block_is_read_again_where_memory_ran_out_in_the_middle() -> None:
     counted, x = CountedSources(), torch.randn(2, 3)
-    failing = replace(counted.sources["blocks.0.bias"], read=mock.Mock(side_effect=MemoryError))
-    sources = counted.sources | {"blocks.0.bias": failing}
+    failing = replace(counted.sources["blocks.1.bias"], read=mock.Mock(side_effect=MemoryError))
+    sources = counted.sources | {"blocks.1.bias": failing}
     network = counted.network(sources=sources)
     with pytest.raises(MemoryError):
         network(x)
-    failing.read.side_effect = counted.sources["blocks.0.bias"].read
+    failing.read.side_effect = counted.sources["blocks.1.bias"].read
     assert torch.equal(network(x), counted.plain(x))
+
+
+def test_a_mapped_file_that_changes_during_a_run_is_noticed(
+    deep: Any, tmp_path: Path, one_thread: None
+) -> None:
+    """Its weights need no conversion, so that blocks are not read again."""
+    folder = shutil.copytree(deep("t2v-1.3B"), tmp_path / "copy")
+    (file,) = folder.glob("diffusion*.safetensors")
+    argv = ("--task", "t2v-1.3B", "--offload_model", "block", "--convert_model_dtype")
+    _, pipeline = build_quick_pipeline(folder, *argv, "--sample_steps", "1", "--frame_num", "1")
+    network = pipeline.experts.get("dit")
+    assert count_owned_bytes(network.blocks[1]) < 0.1 * sum(
+        x.nbytes for x in network.blocks[1].parameters()
+    )
+    os.utime(file, ns=(0, 0))
+    with pytest.raises(FileChangedError, match=file.name):
+        network.blocks[1](None)
 
 
 def test_resident_blocks_are_read_once() -> None:
@@ -467,18 +475,20 @@ class FlatMotionEncoder(nn.Module):
         return faces_P3HW.flatten(1)[:, :512]
 
 
+ONE_STEP: dict[str, Any] = {"size": (64, 64), "frame_num": 1, "sampling_steps": 1, "seed": 0}
+ONE_STEP |= {"output_type": "latent"}
+
+
 def test_a_network_that_is_kept_is_whole(deep: Any, one_thread: None) -> None:
     """Changed weights persist under all settings of later videos."""
     model = WanTI2V("ti2v-5B", deep("ti2v-5B"), device="cpu")
-    settings = {"size": (64, 64), "frame_num": 5, "sampling_steps": 1, "seed": 0}
-    settings |= {"output_type": "latent", "offload_model": "block"}
-    expected = model.generate("a cat", **settings)
+    expected = model.generate("a cat", **ONE_STEP, offload_model="block")
     network = model.model
     assert network.blocks[1].ffn[0].weight.isfinite().all()
     network.blocks[1].ffn[0].weight.mul_(1.5)
-    changed = model.generate("a cat", **settings)
+    changed = model.generate("a cat", **ONE_STEP, offload_model="block")
     assert not torch.equal(changed, expected)
-    assert torch.equal(changed, model.generate("a cat", **settings | {"offload_model": False}))
+    assert torch.equal(changed, model.generate("a cat", **ONE_STEP, offload_model=False))
 
 
 def test_a_video_may_ask_for_another_way(
@@ -488,15 +498,11 @@ def test_a_video_may_ask_for_another_way(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(devices, "find_hidden_accelerator", lambda: None)
     model = WanTI2V("ti2v-5B", deep("ti2v-5B"), resident_blocks=1)
-    settings = {"size": (64, 64), "frame_num": 5, "sampling_steps": 2, "seed": 0}
-    videos = [
-        model.generate("a cat", **settings, output_type="latent", offload_model="block")
-        for _ in range(2)
-    ]
+    videos = [model.generate("a cat", **ONE_STEP, offload_model="block") for _ in range(2)]
     assert torch.equal(*videos)
 
     def get_message(way: Any, model: WanTI2V = model) -> str:
-        return get_refusal(lambda: model.generate("a cat", **settings, offload_model=way))
+        return get_refusal(lambda: model.generate("a cat", **ONE_STEP, offload_model=way))
 
     messages = {f"offload_model={way}": get_message(way) for way in (True, "cpu", "disk")}
     compiled = WanTI2V("ti2v-5B", deep("ti2v-5B"), device="cpu", compile=True)
@@ -516,11 +522,8 @@ def test_int8_weights_of_an_npu_stay_where_they_are(deep: Any, tmp_path: Path) -
     """mindiesd has changed the layout of these weights."""
     folder = deep("t2v-1.3B")
     flags = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--chip", "A2"]
-    flags += [
-        "--quant_dit_path",
-        str(quantize_checkpoint(folder, tmp_path / "export")),
-        "--offload_model",
-    ]
+    export = quantize_checkpoint(folder, tmp_path / "export")
+    flags += ["--quant_dit_path", str(export), "--offload_model"]
     resolve_plan(*flags, "true")
     messages = {way: get_refusal(resolve_plan, *flags, way) for way in ("cpu", "block")}
     check_refusals("residency: int8 weights of an NPU", messages)
@@ -539,44 +542,3 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         if gigabytes == 8:
             memory.check_memory(replace(run.setup, execution=block), run.params, 1)
     check_refusals("residency: too little memory", messages)
-
-
-@pytest.mark.parametrize(
-    ("argv", "proposal"),
-    [
-        slow(("--device_memory", "20"), "it fits with offload_model=block on 1 rank"),
-        slow(("--device_memory", "7"), "it fits with offload_model=block on 1 rank"),
-        slow(("--device_memory", "40", "--offload_model", "false"), "with offload_model=true on"),
-    ],
-)
-def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], proposal: str) -> None:
-    flags = ("--task", "t2v-A14B", "--size", "832*480", "--device", "cuda")
-    run = resolve_plan(*flags, *argv)
-    with pytest.raises(InputError) as caught:
-        check_plan_memory(Planner(run.setup, run.params), run.device_memory)
-    assert proposal in str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("way", "gigabytes"), [("block", "3"), ("cpu", "6")])
-def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> None:
-    flags = ("--task", "t2v-A14B", "--size", "832*480", "--ulysses_size", "2")
-    flags = (*flags, "--device", "cuda", "--offload_model", way, "--device_memory", gigabytes)
-    run = resolve_plan(*flags)
-    with pytest.raises(InputError) as caught:
-        check_plan_memory(Planner(run.setup, run.params), run.device_memory)
-    assert "fsdp" not in str(caught.value)
-    assert (way == "block") == ("fits with offload_model=block" not in str(caught.value))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
-def test_the_bound_lies_below_the_plan(device_type: str) -> None:
-    flags = ("--task", "ti2v-5B", "--size", "640*352", "--device", device_type)
-    argv = ("--offload_model", "block", "--resident_blocks", "4", "--precision", "bf16")
-    run = resolve_plan(*flags, *argv)
-    stages = Planner(run.setup, run.params).compute_stage_memory()
-    sizes = memory.estimate_network_sizes(run.setup, run.params)
-    bounds = memory.compute_stage_memory(run.setup, run.params, sizes)
-    for name, usage in bounds.items():
-        assert 0.75 * stages[name].total() <= usage.total() <= stages[name].total(), name

@@ -11,50 +11,35 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import sentencepiece
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from sentencepiece import sentencepiece_model_pb2
-from torch import Tensor
 from transformers import T5Tokenizer
 
 from tests import gguf_files
-from tests.conftest import slow
-from tests.pipelines import build_quick_pipeline, generate_quick_latents
+from tests.checkpoint_files import hold_same_networks, load_tensors, save_tensors
+from tests.lora_files import PAIR
+from tests.pipelines import build_quick_pipeline
 from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint.embedded_tokenizer import read_embedded_tokenizer
 from wan.checkpoint.keymaps import rename_t5_to_transformers
-from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
 from wan.modules import t5 as text
 from wan.planner import report
 from wan.planner.measure import Planner
+from wan.settings.presets import PRESETS
 from wan.testing import random_checkpoint
 
 TEXT = "umt5_xxl_fp16.safetensors"
 VAES = {"Wan2.1_VAE": "wan_2.1_vae.safetensors", "Wan2.2_VAE": "wan2.2_vae.safetensors"}
-QUICK_FLAGS = ("--sample_steps", "2")
 PARSERS = [r"(?<=safetensors file) \(.*\)(?=;)"]
 SAMPLE_TEXTS = [
     *("A cat walks", "Übergröße, naïve café!", "  two  spaces ", "数猫", "</s> x"),
     "fi ligature ﬁ ½ ① ™",
 ]
-
-
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file or folder."""
-    if path.suffix == ".pth":
-        return torch.load(path)
-    tensors: dict[str, Tensor] = {}
-    for file in [path] if path.is_file() else path.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
-
-
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path)
-    return path
 
 
 def make_comfyui_tree(source: Path, root: Path, dits: str = "diffusion_models") -> Path:
@@ -93,63 +78,67 @@ def add_other_models(root: Path, source: Path) -> None:
     (root / "diffusion_models" / "put_models_here").touch()
 
 
-@pytest.mark.parametrize("task", ["t2v-A14B", slow("ti2v-5B")])
-def test_comfyuis_tree(task: str, tiny: Any, tmp_path: Path, one_thread: None) -> None:
+@pytest.fixture(scope="module")
+def tree(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ComfyUI's tree of t2v-A14B, which also holds models of other tasks. Do not write into it."""
+    root = make_comfyui_tree(tiny("t2v-A14B"), tmp_path_factory.mktemp("models"))
+    add_other_models(root, tiny("ti2v-5B"))
+    return root
+
+
+A14B = (PRESETS["t2v-A14B"],)
+
+
+def test_comfyuis_tree(tree: Path, pair_of_experts: Checkpoint) -> None:
     """The tree also holds models of other tasks."""
-    root = make_comfyui_tree(tiny(task), tmp_path / "models")
-    if task == "t2v-A14B":
-        add_other_models(root, tiny("ti2v-5B"))
-    flags = ("--task", task, *QUICK_FLAGS)
-    assert torch.equal(
-        generate_quick_latents(root, *flags), generate_quick_latents(tiny(task), *flags)
-    )
+    assert hold_same_networks(inspect_checkpoint(tree, presets=A14B), pair_of_experts)
 
 
-@pytest.mark.parametrize("task", ["t2v-A14B", slow("ti2v-5B")])
-def test_files_of_any_layout_in_one_folder(
-    task: str, tiny: Any, tmp_path: Path, one_thread: None
-) -> None:
+def test_files_of_any_layout_in_one_folder(tiny: Any, tmp_path: Path) -> None:
     """GGUF experts, diffusers' text encoder and an official VAE, under names of our own."""
-    files, plain = gguf_files.make_gguf_folders(tiny(task), "Q8_0", tmp_path)
+    source = tiny("t2v-A14B")
+    files, plain = gguf_files.make_gguf_folders(source, "Q8_0", tmp_path)
     root = tmp_path / "mixed"
     root.mkdir()
-    experts = sorted(files.rglob("*.gguf"))
-    for path, name in zip(experts, ("a-HIGH", "b-low")[: len(experts)], strict=True):
+    for path, name in zip(sorted(files.rglob("*.gguf")), ("a-HIGH", "b-low"), strict=True):
         shutil.copy(path, root / f"{name}.gguf")
-    save_tensors(
-        load_tensors(tiny(task, "diffusers") / "text_encoder"), root / "some text.safetensors"
-    )
-    save_tensors(load_tensors(next(tiny(task).glob("Wan2.*_VAE.*"))), root / "c.safetensors")
-    shutil.copytree(tiny(task) / "google", root / "google")
+    encoder = load_tensors(tiny("t2v-A14B", "diffusers") / "text_encoder")
+    save_tensors(encoder, root / "some text.safetensors")
+    save_tensors(load_tensors(next(source.glob("Wan2.*_VAE.*"))), root / "c.safetensors")
+    shutil.copytree(source / "google", root / "google")
     shutil.copy(files / "config.json", root)
-    flags = ("--task", task, *QUICK_FLAGS)
-    assert torch.equal(generate_quick_latents(root, *flags), generate_quick_latents(plain, *flags))
+    checkpoint = inspect_checkpoint(root, presets=A14B)
+    assert hold_same_networks(checkpoint, inspect_checkpoint(plain))
+    assert checkpoint.tokenizer == root / "google" / "umt5-xxl"
 
 
-def test_files_that_are_chosen(tiny: Any, tmp_path: Path, one_thread: None) -> None:
+def test_files_that_are_chosen(
+    tree: Path, pair_of_experts: Checkpoint, tiny: Any, tmp_path: Path
+) -> None:
     """One expert, the text encoder and the VAE from elsewhere; a file or a folder."""
-    task, other = "t2v-A14B", make_comfyui_tree(tiny("t2v-A14B"), tmp_path / "models")
-    broken = Path(shutil.copytree(tiny(task), tmp_path / "broken"))
+    broken = Path(shutil.copytree(tiny("t2v-A14B"), tmp_path / "broken"))
     for path in (*broken.glob("*_VAE*"), *broken.glob("models_t5*")):
         path.unlink()
     shutil.rmtree(broken / "low_noise_model")
-    flags = ["--task", task, *QUICK_FLAGS, "--text_encoder", str(other / "text_encoders" / TEXT)]
-    flags += ["--vae", str(tiny(task, "diffusers") / "vae")]
-    flags += ["--dit_low_noise", str(next(other.rglob("*low_noise*")))]
-    assert torch.equal(
-        generate_quick_latents(broken, *flags), generate_quick_latents(tiny(task), *flags[:4])
-    )
+    flags = ["--task", "t2v-A14B", "--text_encoder", str(tree / "text_encoders" / TEXT)]
+    flags += ["--vae", str(tiny("t2v-A14B", "diffusers") / "vae")]
+    flags += ["--dit_low_noise", str(next(tree.rglob("*low_noise*")))]
+    run, _ = build_quick_pipeline(broken, *flags)
+    assert hold_same_networks(run.setup.checkpoint, pair_of_experts)
 
 
-def test_a_lora_in_comfyuis_folder(tiny: Any, tmp_path: Path) -> None:
-    root = make_comfyui_tree(tiny("ti2v-5B"), tmp_path / "models")
-    weight = load_tensors(tiny("ti2v-5B"))["blocks.0.self_attn.q.weight"]
-    save_tensors(
-        {"blocks.0.self_attn.q.diff": torch.ones_like(weight)}, root / "loras" / "a.safetensors"
-    )
-    run, _ = build_quick_pipeline(root, "--task", "ti2v-5B", "--lora", "a.safetensors=0.5")
-    (lora,) = run.setup.loras["dit"]
-    assert (lora.path, lora.strength) == (root / "loras" / "a.safetensors", 0.5)
+def test_a_lora_in_comfyuis_folder(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file in the current folder counts before one of the same name there."""
+    root = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "models"))
+    monkeypatch.chdir(tmp_path)
+    file = save_tensors(dict(PAIR), root / "loras" / "a.safetensors")
+    flags = ("--task", "t2v-1.3B", "--lora", "a.safetensors=0.5")
+    for path in (file, tmp_path / "a.safetensors"):
+        save_tensors(dict(PAIR), path)
+        (lora,) = build_quick_pipeline(root, *flags)[0].setup.loras["dit"]
+        assert (lora.path, lora.strength) == (path, 0.5)
 
 
 def test_a_plan_lists_every_file(tiny: Any, tmp_path: Path) -> None:
@@ -228,13 +217,6 @@ WRONG: dict[str, Change] = {
     "a truncated text encoder": truncate_file("umt5*.safetensors", 0),
 }
 FLAGS = ("dit_high_noise", "dit_low_noise")
-
-
-@pytest.fixture(scope="module")
-def tree(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = make_comfyui_tree(tiny("t2v-A14B"), tmp_path_factory.mktemp("models"))
-    add_other_models(root, tiny("ti2v-5B"))
-    return root
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -316,22 +298,16 @@ def write_safetensors(model: bytes, tiny: Any, folder: Path) -> Path:
     return save_tensors(encoder, folder / TEXT)
 
 
-def write_gguf(spiece: Path, folder: Path) -> Path:
-    import gguf
-
+def write_gguf(spiece: Path, path: Path) -> Path:
     model = sentencepiece.SentencePieceProcessor(str(spiece))
     proto = sentencepiece_model_pb2.ModelProto.FromString(spiece.read_bytes())
-    writer = gguf.GGUFWriter(folder / "umt5.gguf", "t5encoder")
-    writer.add_token_list([model.id_to_piece(i) for i in range(len(model))])
-    writer.add_token_scores([model.get_score(i) for i in range(len(model))])
-    writer.add_token_types([piece.type for piece in proto.pieces])
-    writer.add_precompiled_charsmap(proto.normalizer_spec.precompiled_charsmap)
-    writer.add_tensor("enc.output_norm.weight", torch.zeros(4).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return folder / "umt5.gguf"
+    values = {
+        "tokens": [model.id_to_piece(i) for i in range(len(model))],
+        "scores": [model.get_score(i) for i in range(len(model))],
+        "token_type": [piece.type for piece in proto.pieces],
+        "precompiled_charsmap": proto.normalizer_spec.precompiled_charsmap,
+    }
+    return gguf_files.write_vocabulary(path, values)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "gguf"])
@@ -339,7 +315,7 @@ def test_a_tokenizer_in_the_text_encoders_file(
     form: str, spiece: Path, tiny: Any, tmp_path: Path
 ) -> None:
     """The same ids as SentencePiece itself and as transformers."""
-    file = write_gguf(spiece, tmp_path)
+    file = write_gguf(spiece, tmp_path / "umt5.gguf")
     if form == "safetensors":
         file = write_safetensors(spiece.read_bytes(), tiny, tmp_path)
     tokenizer = text.load_tokenizer(file)
@@ -355,22 +331,12 @@ def test_a_tokenizer_in_the_text_encoders_file(
     assert sum(padded.attention_mask) == len(tokenizer("A cat").input_ids)
 
 
-def test_a_tree_without_a_tokenizers_folder(
-    spiece: Path, tiny: Any, tmp_path: Path, one_thread: None
-) -> None:
+def test_a_tree_without_a_tokenizers_folder(spiece: Path, tiny: Any, tmp_path: Path) -> None:
     root = make_comfyui_tree(tiny("t2v-A14B"), tmp_path / "models")
-    write_safetensors(spiece.read_bytes(), tiny, root / "text_encoders")
-    with_folder = Path(shutil.copytree(tiny("t2v-A14B"), tmp_path / "official"))
-    for folder in (root, with_folder):
-        shutil.rmtree(folder / "google")
-
-    converted = T5Tokenizer.from_pretrained(spiece.parent, extra_ids=2)
-    converted.save_pretrained(with_folder / "tokenizer")
-    flags = ("--task", "t2v-A14B", *QUICK_FLAGS)
-    assert inspect_checkpoint(root).tokenizer == root / "text_encoders" / TEXT
-    assert torch.equal(
-        generate_quick_latents(root, *flags), generate_quick_latents(with_folder, *flags)
-    )
+    file = write_safetensors(spiece.read_bytes(), tiny, root / "text_encoders")
+    assert inspect_checkpoint(root).tokenizer == root / "google" / "umt5-xxl"
+    shutil.rmtree(root / "google")
+    assert inspect_checkpoint(root).tokenizer == file
 
 
 def field(number: int, value: int | float | bytes) -> bytes:
@@ -401,7 +367,6 @@ ODD: dict[str, bytes] = {
 }
 
 
-GGML = "tokenizer.ggml"
 STRANGE: list[dict[str, Any]] = [
     {"tokens": 5},
     {"tokens": "abc"},
@@ -417,20 +382,6 @@ STRANGE: list[dict[str, Any]] = [
 ]
 
 
-def gguf_tokenizer(path: Path, values: dict[str, Any]) -> Path:
-    import gguf
-
-    writer = gguf.GGUFWriter(path, "t5encoder")
-    for name, value in values.items():
-        kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
-        kinds.get(type(value), writer.add_array)(f"{GGML}.{name}", value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def test_damaged_tokenizers_are_refused(spiece: Path, tiny: Any, tmp_path: Path) -> None:
     """Cut off, and with fields of other kinds, in both formats."""
     messages = {}
@@ -443,9 +394,11 @@ def test_damaged_tokenizers_are_refused(spiece: Path, tiny: Any, tmp_path: Path)
         messages[name] = get_refusal(read_embedded_tokenizer, path)
     defaults: dict[str, Any] = {"tokens": ["<pad>", "</s>", "<unk>"], "scores": [0.0, 0.0, 0.0]}
     defaults["token_type"] = [3, 3, 2]
-    assert not get_refusal(read_embedded_tokenizer, gguf_tokenizer(tmp_path / "x.gguf", defaults))
+    assert not get_refusal(
+        read_embedded_tokenizer, gguf_files.write_vocabulary(tmp_path / "x.gguf", defaults)
+    )
     for changed in STRANGE:
-        path = gguf_tokenizer(tmp_path / "x.gguf", defaults | changed)
+        path = gguf_files.write_vocabulary(tmp_path / "x.gguf", defaults | changed)
         messages[str(changed)] = get_refusal(read_embedded_tokenizer, path)
     sentence = re.compile(r"\S+ holds a damaged tokenizer \(.+\); download it again\.")
     assert not {
@@ -467,17 +420,12 @@ def test_a_panic_of_the_tokenizers_library_is_a_refusal(tiny: Any, tmp_path: Pat
 def test_rules_of_a_tokenizer_in_gguf_are_bytes_with_or_without_a_sign(
     kind: str, tmp_path: Path
 ) -> None:
-    import gguf
-
-    rules, path = bytes(range(256)), tmp_path / "x.gguf"
+    rules = bytes(range(256))
     values = [value - 256 if kind == "INT8" and value > 127 else value for value in rules]
-    writer = gguf.GGUFWriter(path, "t5encoder")
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "t5encoder")
     writer.add_token_list(["<pad>", "</s>", "<unk>"])
     writer.add_token_scores([0.0, 0.0, 0.0])
     array, number = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType[kind]
-    writer.add_key_value(f"{GGML}.precompiled_charsmap", values, array, sub_type=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert read_embedded_tokenizer(path).precompiled_charsmap == rules
+    writer.add_key_value("tokenizer.ggml.precompiled_charsmap", values, array, sub_type=number)
+    gguf_files.finish_gguf(writer)
+    assert read_embedded_tokenizer(tmp_path / "x.gguf").precompiled_charsmap == rules

@@ -28,7 +28,6 @@ from wan.kernels.rainfusion_masks import (
     make_select_table,
     make_window_order,
     mean_pool_blocks,
-    protect_first_frame,
 )
 from wan.settings.devices import get_capabilities
 
@@ -117,16 +116,6 @@ def test_order(frames: int, height: int, width: int) -> None:
     assert order.tolist() == naive_order((frames, height, width))
 
 
-def test_pooled() -> None:
-    x, wrong = torch.randn(2, 300, 3, 8, dtype=torch.float64), {}
-    for rows in (1, 100, 128, 256, 300, 301):
-        means = [x[:, a : a + rows].mean(1) for a in range(0, 300, rows)]
-        error = (mean_pool_blocks(x, rows) - torch.stack(means, 1)).abs().max().item()
-        if error > 1e-15 or mean_pool_blocks(x.bfloat16(), rows).dtype != torch.bfloat16:
-            wrong[rows] = error
-    assert not wrong
-
-
 def test_mask() -> None:
     wrong = []
     for grid in GRIDS:
@@ -193,21 +182,6 @@ def test_scores_are_rounded_to_the_inputs_dtype() -> None:
     assert not torch.equal(mask, make_block_mask(q_pool, k_pool, 0.64, scale))
 
 
-def test_sink() -> None:
-    wrong = []
-    for frame, first in product([(8, 16), (8, 17), (24, 24), (1, 1)], (0, 1, 4, 6)):
-        tokens = frame[0] * frame[1]
-        mask = protect_first_frame(
-            torch.zeros(1, 1, 4, 3, dtype=torch.bool), (9, *frame), first, 128, 256
-        )
-        wrong += [
-            (frame, first, i, j)
-            for i, j in product(range(4), range(3))
-            if mask[0, 0, i, j] != ((first + i) * 128 < tokens or j * 256 < tokens)
-        ]
-    assert not wrong
-
-
 def test_parts_have_the_whole_mask() -> None:
     """Of queries, as ring ranks have them, and of heads, as chunks have them."""
     grid, wrong = (5, 13, 14), []
@@ -243,11 +217,7 @@ SCHEDULES: dict[str, list[tuple[int, dict[str, object], bool]]] = {
     "plain": [(s, {}, s in (3, 7, 11)) for s in range(3, 14)],
     "another expert": [(3, {}, True), (5, {"expert": "low"}, True), (6, {"expert": "low"}, False)],
     "back again": [(4, {}, True), (5, {"expert": "low"}, True), (6, {}, True)],
-    "branch": [(3, {}, True), (3, {"branch": "uncond"}, True), (4, {"branch": "uncond"}, False)],
-    "layer": [(4, {}, True), (4, {"layer": 1}, True), (5, {}, False)],
-    "head": [(4, {}, True), (4, {"first_head": 2}, True), (5, {"first_head": 2}, False)],
     "skipped refresh": [(5, {}, True), (8, {}, True), (9, {}, False)],
-    "sample": [(4, {}, True), (4, {"sample": 1}, True), (5, {"sample": 1}, False)],
     "the sampling ends": [(4, {}, True), (5, {"count": 6}, False), (6, {}, True)],
     "same step of the next video": [(3, {}, True), (3, {}, True)],
     "next video, after one that failed": [(4, {}, True), (4, {}, True), (5, {}, False)],
@@ -400,11 +370,16 @@ def test_refusals() -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex() -> None:
-    sizes = ((300, 600, 128), (256, 512, 256), (128, 700, 256), (130, 40, 128))
+    sizes = (
+        (300, 200, 128),
+        (128, 512, 256),
+        (130, 384, 256),  # half of the last key block
+        (130, 40, 128),
+    )
     for queries, keys, k_rows in sizes:
         generator = torch.Generator().manual_seed(keys)
-        q, k, v = (torch.randn(2, n, 2, 16, generator=generator) for n in (queries, keys, keys))
-        shape = (2, 2, math.ceil(queries / 128), math.ceil(keys / k_rows))
+        q, k, v = (torch.randn(1, n, 2, 16, generator=generator) for n in (queries, keys, keys))
+        shape = (1, 2, math.ceil(queries / 128), math.ceil(keys / k_rows))
         mask = torch.rand(shape, generator=generator) < 0.5
         mask[..., -1] |= ~mask.any(-1)
         blocks = make_flex_mask(mask, queries, keys, k_rows)
@@ -430,8 +405,8 @@ def test_flex_with_small_heads() -> None:
         return flex_attention(q, *tensors, **options)
 
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 256, 2, 8, generator=generator) for _ in range(3))
-    mask = torch.tensor([[True, False], [True, True]]).expand(1, 2, 2, 2)
+    q, k, v = (torch.randn(1, 256, 1, 8, generator=generator) for _ in range(3))
+    mask = torch.tensor([[True, False], [True, True]]).expand(1, 1, 2, 2)
     output = FlexBlocks(CPU, compiled)(
         AttentionInput(q), AttentionInput(k), AttentionInput(v), mask, 128
     )
@@ -440,8 +415,8 @@ def test_flex_with_small_heads() -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_as_the_kernel_of_fp8() -> None:
-    grid = (3, 10, 20)
-    q, k, v = qkv(grid)
+    grid = (3, 10, 13)
+    q, k, v = qkv(grid, heads=2)
     kernel = FlexBlocks(CPU)
     by_flex, by_tiles = (
         prepare_rows(

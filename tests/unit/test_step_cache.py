@@ -224,6 +224,8 @@ def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
     resampled = loaded.resample(replace(request, sample_steps=20))["cond"]
     assert len(resampled) == 20, "each phase begins and ends with its own"
     assert [resampled[step] for step in (0, 12, 13, 19)] == [ratios[s] for s in (0, 25, 26, 39)]
+    short = loaded.resample(replace(request, sample_steps=3))["cond"]
+    assert short[-1] == ratios[-1], "the only step of the low-noise expert"
     with pytest.raises(InputError, match="the boundary differs"):
         loaded.resample(replace(request, boundary=0.95))
     record = json.loads(path.read_text())

@@ -18,7 +18,6 @@ from transformers import AutoTokenizer, UMT5EncoderModel
 from tests.conftest import slow
 from tools import make_tiny_checkpoint
 from wan.checkpoint import keymaps
-from wan.modules.model import WanModel
 from wan.testing import random_checkpoint as made_by
 from wan.testing.random_checkpoint import make_checkpoint
 
@@ -27,13 +26,6 @@ VAE = {"t2v-A14B": "2.1", "i2v-A14B": "2.1", "ti2v-5B": "2.2", "t2v-1.3B": "2.1"
 DITS = {  # folders, high noise first
     "official": {True: ("high_noise_model", "low_noise_model"), False: ("",)},
     "diffusers": {True: ("transformer", "transformer_2"), False: ("transformer",)},
-}
-DIT_KEYS = ("model_type", "dim", "ffn_dim", "num_heads", "in_dim", "out_dim")
-DIT_NUMBERS = {
-    "t2v-A14B": ["t2v", 240, 480, 40, 16, 16],
-    "i2v-A14B": ["i2v", 240, 480, 40, 36, 16],
-    "ti2v-5B": ["ti2v", 192, 384, 24, 48, 48],
-    "t2v-1.3B": ["t2v", 96, 192, 12, 16, 16],
 }
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -106,7 +98,7 @@ def official_tensors(folder: Path, task: str, layout: str) -> dict[str, Tensor]:
     return {f"{part}/{k}": t for part, state in parts.items() for k, t in state.items()}
 
 
-@pytest.mark.parametrize("task", DIT_NUMBERS)
+@pytest.mark.parametrize("task", VAE)
 def test_the_files_are_those_of_the_published_folder(make: Make, task: str):
     for layout in LAYOUTS:
         folder = make(task, layout)
@@ -114,20 +106,6 @@ def test_the_files_are_those_of_the_published_folder(make: Make, task: str):
         assert sum(path.stat().st_size for path in folder.rglob("*")) < 40e6
         quick = json.loads((folder / "generation_config.json").read_text())
         assert quick == {"size": "128*128", "frame_num": 9, "sample_steps": 4}
-
-
-@pytest.mark.parametrize("task", DIT_NUMBERS)
-def test_official_dit_config_and_names(make: Make, task: str):
-    for dit in DITS["official"]["A14B" in task]:
-        folder = make(task, "official") / dit
-        config = json.loads((folder / "config.json").read_text())
-        keys = "_class_name _diffusers_version dim eps ffn_dim freq_dim in_dim model_type num_heads"
-        assert sorted(config) == [*keys.split(), "num_layers", "out_dim", "text_len"]
-        arguments = {key: value for key, value in config.items() if not key.startswith("_")}
-        assert [config[key] for key in DIT_KEYS] == DIT_NUMBERS[task]
-        with torch.device("meta"):
-            model = WanModel(**arguments, text_dim=64)
-        model.load_state_dict(safetensors_in(folder), assign=True)  # strict
 
 
 @EACH_TASK
@@ -157,37 +135,22 @@ def test_diffusers_loads_its_folder(make: Make, task: str):
     assert not any(info.values())
 
 
-@pytest.mark.parametrize("task", ["t2v-1.3B", "ti2v-5B"])
-def test_official_vae_decodes_to_images_that_are_not_saturated(make: Make, task: str):
-    vae = diffusers.AutoencoderKLWan.from_pretrained(make(task, "diffusers") / "vae")
-    state = torch.load(make(task, "official") / f"Wan{VAE[task]}_VAE.pth", weights_only=True)
-    vae.load_state_dict({keymaps.rename_vae_to_diffusers(name): t for name, t in state.items()})
-    z = vae.config.z_dim
-    assert (z, vae.config.latents_mean[0]) == (
-        (48, -0.2289) if task == "ti2v-5B" else (16, -0.7571)
-    )
-    std = torch.tensor(vae.config.latents_std).view(1, z, 1, 1, 1)
-    noise = torch.randn(1, z, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+def test_networks_have_outputs_of_the_size_of_noise(make: Make):
+    """Neither vanishing nor saturated."""
+    folder = make("t2v-1.3B", "diffusers")
+    vae = diffusers.AutoencoderKLWan.from_pretrained(folder / "vae")
+    dit = diffusers.WanTransformer3DModel.from_pretrained(folder / "transformer")
+    generator = torch.Generator().manual_seed(0)
+    x, text = (torch.randn(s, generator=generator) for s in ((1, 16, 2, 8, 8), (1, 512, 64)))
+    std = torch.tensor(vae.config.latents_std).view(1, 16, 1, 1, 1)
     with torch.no_grad():
-        video = vae.decode(noise * std).sample
-    assert 0.1 < video.std() < 1
+        out, video = dit(x, torch.tensor([500]), text).sample, vae.decode(x * std).sample
+    assert 0.5 < out.std() < 2 and 0.1 < video.std() < 1
     assert (video.abs() >= 1).float().mean() < 0.15
 
 
-def test_dit_output_has_the_size_of_noise(make: Make):
-    folder = make("t2v-1.3B", "diffusers") / "transformer"
-    model = diffusers.WanTransformer3DModel.from_pretrained(folder)
-    generator = torch.Generator().manual_seed(0)
-    x, text = (torch.randn(s, generator=generator) for s in ((1, 16, 2, 8, 8), (1, 512, 64)))
-    with torch.no_grad():
-        out = model(x, torch.tensor([500]), text).sample
-    assert 0.5 < out.std() < 2
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_tokenizer(make: Make, layout: str):
-    path = "google/umt5-xxl" if layout == "official" else "tokenizer"
-    folder = make("t2v-1.3B", layout) / path
+def test_tokenizer(make: Make):
+    folder = make("t2v-1.3B", "official") / "google" / "umt5-xxl"
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
     prompt = "Two cats (1 red) walk, 一只猫"
@@ -199,7 +162,7 @@ def test_tokenizer(make: Make, layout: str):
     assert tokenizer("\N{SNOWMAN}").input_ids[-2:] == [2, 1]
     long = tokenizer("cat " * 600, padding="max_length", truncation=True, max_length=512).input_ids
     assert len(long) == 512 and long[-1] == 1
-    tensors = official_tensors(make("t2v-1.3B", layout), "t2v-1.3B", layout)
+    tensors = official_tensors(make("t2v-1.3B", "official"), "t2v-1.3B", "official")
     assert len(tensors["t5/token_embedding.weight"]) == len(tokenizer)
 
 
@@ -242,13 +205,12 @@ def test_unknown_words_are_refused_with_the_known_ones(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch, layout: str):
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch):
     def interrupt(*_: object) -> None:
         assert relative_files(tmp_path), "interrupted too early to prove anything"
         raise KeyboardInterrupt
 
     monkeypatch.setattr(made_by, "write_tokenizer", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        make_checkpoint("t2v-1.3B", tmp_path / "tiny", layout=layout)
+        make_checkpoint("t2v-1.3B", tmp_path / "tiny")
     assert not list(tmp_path.iterdir())

@@ -41,26 +41,6 @@ def test_shards_are_equal_and_hold_every_token_once(plan: TokenPlan) -> None:
     assert plan.padded_len - plan.tokens < plan.ranks * plan.multiple, "no more padding than needed"
 
 
-SHARDS = {  # tokens, ranks, multiple -> tokens of a shard, and those that count of each
-    (8, 4, 1): (2, [2, 2, 2, 2]),
-    (9, 4, 1): (3, [3, 3, 3, 0]),
-    (3, 4, 1): (1, [1, 1, 1, 0]),
-    (9, 8, 1): (2, [2, 2, 2, 2, 1, 0, 0, 0]),
-    (1, 1, 1): (1, [1]),
-    (300, 2, 128): (256, [256, 44]),
-    (75_600, 8, 1): (9450, [9450] * 8),
-}
-
-
-def test_shard_table() -> None:
-    plans = {case: TokenPlan(*case) for case in SHARDS}
-    shards = {
-        case: (plan.shard_len, [plan.count_valid_tokens(rank) for rank in range(plan.ranks)])
-        for case, plan in plans.items()
-    }
-    assert shards == SHARDS
-
-
 @CALM
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6),
@@ -167,21 +147,12 @@ def test_a_rank_passes_on_only_what_it_has_just_received(ring_type: str) -> None
 
 
 def test_links_in_use() -> None:
+    """One way round, or between neighbours without the link that closes the circle."""
     for size, rank in RANKS:
         for hop in plan_hops("ring", rank, size):
-            assert [to for to, _ in hop.sends] == [(rank + 1) % size], "one way round"
-            assert [frm for frm, _ in hop.receives] == [(rank - 1) % size]
+            assert [to for to, _ in hop.sends] == [(rank + 1) % size]
         for hop in plan_hops("bidirectional", rank, size):
-            peers = [peer for peer, _ in hop.sends + hop.receives]
-            assert all(abs(peer - rank) == 1 for peer in peers), "no link closes the circle"
-
-
-def test_three_ranks_by_hand() -> None:
-    one_way = [[(h.sends, h.receives) for h in plan_hops("ring", r, 3)] for r in range(3)]
-    assert one_way[0] == [(((1, 0),), ((2, 2),)), (((1, 2),), ((2, 1),))]
-    both = [[(h.sends, h.receives) for h in plan_hops("bidirectional", r, 3)] for r in range(3)]
-    assert both[0] == [(((1, 0),), ((1, 1),)), ((), ((1, 2),))]
-    assert both[1] == [(((2, 1), (0, 1)), ((0, 0), (2, 2))), (((2, 0), (0, 2)), ())]
+            assert all(abs(peer - rank) == 1 for peer, _ in hop.sends + hop.receives)
 
 
 def test_unknown_ring_type() -> None:
@@ -243,19 +214,15 @@ def test_bits_do_not_depend_on_how_many_heads_are_merged(seed: int, heads: int, 
     assert torch.equal(joint.result(), torch.cat([merger.result() for merger in single], dim=2))
 
 
-def test_one_part_stays_as_it_is() -> None:
-    """A ring whose other ranks hold only padding costs no conversion."""
-    out = torch.randn(1, 4, 2, 8, dtype=torch.bfloat16)
-    total = LseMerger()
-    total.add(out, torch.zeros(1, 2, 4))
-    assert total.result() is out
-
-
 def test_16_bit_parts_are_summed_in_float32() -> None:
+    """A single part, where other ranks hold only padding, costs no conversion."""
     parts = [(torch.randn(1, 4, 2, 8).bfloat16(), torch.randn(1, 2, 4)) for _ in range(4)]
     total, exact = LseMerger(), LseMerger()
-    for out, lse in parts:
+    total.add(*parts[0])
+    assert total.result() is parts[0][0]
+    for out, lse in parts[1:]:
         total.add(out, lse)
+    for out, lse in parts:
         exact.add(out.float(), lse)
     assert total.result().dtype == torch.float32
     assert torch.equal(total.result(), exact.result())

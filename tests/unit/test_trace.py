@@ -16,14 +16,16 @@ import torch
 from PIL import Image
 
 from tests.conftest import slow
+from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals
 from wan.cli import main as generate
 from wan.metering import exchange_order
 from wan.metering.exchange_order import ExchangePlan, Trace
-from wan.metering.recording import select_nth_steps
+from wan.metering.recording import make_exchange_plan, select_nth_steps
 from wan.power.__main__ import main as power
 from wan.power.report import GAP_EDGES_MS, analyze_trace
 from wan.settings.errors import InputError
+from wan.settings.noise_schedule import make_noise_schedule
 from wan.utils import trace
 from wan.utils.trace import Event, HostClock, Recorder
 
@@ -128,6 +130,17 @@ def test_one_warm_step_of_each_expert_is_traced() -> None:
     experts = ("high_noise",) * 3 + ("low_noise",) * 2
     assert select_nth_steps(experts, 0) == (0, 3) and select_nth_steps(experts, 1) == (1, 4)
     assert select_nth_steps(("dit",), 1) == (0,)
+
+
+def test_steps_of_a_video_from_a_source_have_their_own_experts() -> None:
+    """Of ten steps the first five are left out, and the others keep their numbers."""
+    run = resolve_plan("--task", "t2v-A14B", "--sample_steps", 10, "--sample_shift", 12)
+    experts = make_noise_schedule(run.params).experts
+    assert experts[5] != experts[9]
+    params = replace(run.params, strength=0.5)
+    for traced in ((5, 6), (9,)):
+        plan = make_exchange_plan(run.setup, params, traced, False, "cpu")
+        assert plan.steps == {step: experts[step] for step in traced}
 
 
 class Ticks(HostClock):
@@ -251,6 +264,17 @@ def test_figures_of_a_rank() -> None:
         (0, 37, 10),
         (1, 37, 10),
     ]
+
+
+def test_gaps_end_with_a_step() -> None:
+    """The gap between the last attention of a step and the first one of the next is none."""
+    first = play(replace(PLAN, layers=1)).events
+    second = [
+        Event(e.operation, e.attributes | {"step": 1}, e.begin + 10**9, e.end + 10**9, e.issued)
+        for e in first
+    ]
+    rank = analyze_trace(Trace(PLAN, [*first, *second], {}))
+    assert (rank.within.count, rank.within.longest, rank.across.count) == (2, 12, 0)
 
 
 def test_what_is_hidden_under_attention() -> None:
@@ -467,7 +491,7 @@ ODD_VALUES = (
 )
 
 
-@pytest.mark.parametrize("share", [9, slow(2)])
+@pytest.mark.parametrize("share", [13, slow(2)])
 def test_damaged_values_are_one_sentence(share: int, folder: Path) -> None:
     """Every value of a trace in turn is replaced by some of the values that no trace has."""
     path = folder / "rank1.json"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,16 +15,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.conftest import slow
+from tests.lora_files import CONVOLUTION, LINEARS, Q, save_lycoris
 from tests.pipelines import build_quick_pipeline, generate_quick_latents, resolve_plan
 from tests.refusals import check_refusals, get_refusal
-from tests.unit.test_lora import Q
-from tests.unit.test_lora_kinds import CONVOLUTION, LINEARS, LYCORIS, save_lycoris
 from tests.unit.test_marks import quantise_state
 from wan.app import flag_parser, resolve
 from wan.app.run import Run
-from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
 from wan.checkpoint.load import open_sources
-from wan.checkpoint.lora_folder import find_lora_files
+from wan.checkpoint.lora_folder import (
+    VideoLora,
+    compute_lora_digest,
+    find_lora_files,
+    make_video_lora_record,
+    resolve_video_loras,
+)
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.weight_only_linear import WeightOnlyLinear
 from wan.modules.lora_branch import LoraBranch, add_lora_branches, set_lora_branches
@@ -39,14 +46,9 @@ SINGLE_STEP = ["--sample_steps", "1", "--precision", "fp32", "--sample_guide_sca
 OTHER_LAYERS = ("patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0")
 OTHER_LAYERS += ("time_embedding.2", "time_projection.1", "head.head", "blocks.0.cross_attn.k")
 OTHER_LAYERS += ("blocks.1.cross_attn.v", "blocks.0.self_attn.k", "blocks.1.self_attn.v")
-SEPARABLE = ("LoRA", "rsLoRA", "LoHa", "LoKr", "LoKr of 4", "LoKr, factorised")
+SEPARABLE = ("LoRA", "LoHa", "LoKr")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(scope="module")
-def weights(tiny: Any) -> dict[str, Tensor]:
-    return load_file(tiny("t2v-1.3B") / "diffusion_pytorch_model.safetensors")
 
 
 def save_pairs(
@@ -122,9 +124,8 @@ def test_each_layer_has_its_branch(
     assert not wrong
 
 
-@pytest.mark.parametrize("offload", ["false", "block"])
 def test_kept_weights(
-    offload: str, weights: dict[str, Tensor], tiny: Any, tmp_path: Path, one_thread: None
+    weights: dict[str, Tensor], tiny: Any, tmp_path: Path, one_thread: None
 ) -> None:
     """FP8 weights that stay FP8, against a merge with the same values upcast."""
     folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "fp8"))
@@ -133,7 +134,7 @@ def test_kept_weights(
     loras = tmp_path / "loras"
     loras.mkdir()
     path = save_pairs(loras / "x.safetensors", weights, LINEARS)
-    arguments = [*TASK, *SINGLE_STEP, "--offload_model", offload]
+    arguments = [*TASK, *SINGLE_STEP, "--offload_model", "block"]
     merged = generate_quick_latents(folder, *arguments, "--lora", str(path))
     flags = ["--lora_folder", str(loras), "--video_lora", "x", "--fp8_weights", "keep"]
     run, pipeline = build_quick_pipeline(folder, *arguments, *flags)
@@ -195,6 +196,8 @@ def test_videos_in_any_order_have_the_bits_of_first_ones(
         assert pipeline.experts.get("dit") is network
     for first, second in (actual["a"], actual[""], (actual["a=0"][0], actual[""][0])):
         assert torch.equal(first, second)
+    in_order = [x.name for x in resolve_with_loras(run, "b", "a=0.5").inputs.loras["dit"]]
+    assert in_order == ["b", "a"]
     firsts = [latents[0] for name, latents in actual.items() if name != "a=0"]
     assert all((x - y).abs().max() > 1e-3 for x in firsts for y in firsts if x is not y)
     fresh = build_quick_pipeline(tiny("t2v-1.3B"), *TASK, *ARGUMENTS)[1]
@@ -241,6 +244,48 @@ def test_the_cache_keeps_the_last_ones_within_its_bytes(
     loader.max_bytes = 0
     loader.read_all(resolve_with_loras(run, "b").inputs.loras)
     assert loader.cached_bytes == 0
+
+
+def test_the_experts_of_a_file_are_those_of_its_name(
+    pair_of_experts: Checkpoint, tmp_path: Path
+) -> None:
+    """A request may repeat what the name says, and not contradict it."""
+    values = open_sources(pair_of_experts.experts["low_noise"].tensors)
+    layer = {f"{Q}.weight": values[f"{Q}.weight"].read(slice(None))}
+    for name in ("any", "x_high"):
+        save_pairs(tmp_path / f"{name}.safetensors", layer, [Q])
+
+    def list_experts(name: str, expert: str | None) -> list[str]:
+        choice = {"name": name, "scale": 1.0, "expert": expert}
+        return [*resolve_video_loras([choice], tmp_path, pair_of_experts)]
+
+    both = ["high_noise", "low_noise"]
+    assert list_experts("any", None) == list_experts("any", "both") == both
+    assert list_experts("any", "low_noise") == ["low_noise"]
+    assert list_experts("x_high", None) == list_experts("x_high", "high_noise") == ["high_noise"]
+    for expert in ("both", "low_noise"):
+        assert "leave expert out" in get_refusal(list_experts, "x_high", expert)
+
+
+def test_a_digest_is_that_of_the_files_present_content(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for seconds, content in enumerate((b"a", b"bb", b"cc")):
+        path.write_bytes(content)
+        os.utime(path, (seconds, seconds))
+        for _ in range(2):
+            assert compute_lora_digest(path) == hashlib.sha256(content).hexdigest()
+
+
+def test_the_record_has_each_file_and_scale_once() -> None:
+    lora: Any = None
+    a, half, b = (
+        VideoLora(name, scale, name * 2, lora) for name, scale in (("a", 1), ("a", 0.5), ("b", 1))
+    )
+    assert make_video_lora_record({"high_noise": (a, half), "low_noise": (b, a)}) == [
+        {"name": "a", "sha256": "aa", "scale": 1, "experts": ["high_noise", "low_noise"]},
+        {"name": "a", "sha256": "aa", "scale": 0.5, "experts": ["high_noise"]},
+        {"name": "b", "sha256": "bb", "scale": 1, "experts": ["low_noise"]},
+    ]
 
 
 def compute_denoising_bytes(run: Run) -> tuple[int, int]:
@@ -382,9 +427,3 @@ def test_refused(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="lora_folder"):
         flags = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--video_lora", "good"]
         resolve.resolve_settings(flag_parser.parse_flags(flags))
-
-
-def test_kinds_are_all_decided() -> None:
-    """Each kind of LyCORIS is tested above, or refused because of a core, magnitudes or size."""
-    others = {k for k in LYCORIS if "DoRA" in k or "core" in k} | {"LoKr, whole", "GLoRA"}
-    assert others | {*SEPARABLE} | {"LoKr, unbalanced"} == LYCORIS.keys()

@@ -371,10 +371,12 @@ def _make_scaled_source(
         first_row: Row of the first scale.
     """
     scales, is_scalar = scale.read(slice(None)).float().reshape(-1, 1), prod(scale.shape) == 1
+    if not is_scalar:
+        scales = scales[first_row : first_row + quantized.shape[0]]
 
     def read(rows: slice) -> Tensor:
         values = quantized.read(rows).to(torch.float32)
-        return values.mul_(scales if is_scalar else scales[first_row:][rows])
+        return values.mul_(scales if is_scalar else scales[rows])
 
     mapped_tensor, file = quantized.mapped_tensor, quantized.file
     return TensorSource(torch.float32, quantized.shape, read, mapped_tensor, file)

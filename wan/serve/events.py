@@ -49,7 +49,7 @@ class EventLog:
             "video": {"completed": completed, "total": len(video["data"])},
         }
         self._last.setdefault("step", changes["step"] | {"done": 0, "progress": 0})
-        self._last.setdefault("preview", {"step": None})
+        self._last.setdefault("preview", {"step": 0})
         self._last.setdefault("video", changes["video"] | {"completed": 0})
         for kind, data in changes.items():
             if data != self._last.get(kind):

@@ -422,7 +422,7 @@ class Service:
         """Queues a running job again, from its first video that is not complete."""
         self.files.remove_attempt(job)
         changes |= {"state": "queued", "done": job.steps_before, "preview_step": 0}
-        self.journal.update_job(job, **changes, output_started=0.0)
+        self.journal.update_job(job, **changes)
 
     def _handle_ranks_end(self, message: Mapping[str, Any]) -> None:
         """Requeues the running jobs after the ranks have ended, or fails them."""

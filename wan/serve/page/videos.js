@@ -153,10 +153,10 @@ function makeCard(video) {
   const item = element("li"), shot = element("div", "", item, { className: "shot" });
   const about = element("div", "", item, { className: "about" });
   const card = { video, item, shot, tries: 0, index: 0 };
-  const pick = element("label", "", item, { className: "pick small", hidden: true });
-  card.pick = element("input", "", pick, { type: "checkbox" });
+  const label = element("label", "", item, { className: "pick small", hidden: true });
+  card.pick = element("input", "", label, { type: "checkbox" });
   card.pick.setAttribute("aria-label", "Compare: " + name(video));
-  pick.append("compare");
+  label.append("compare");
   card.pick.onchange = () => pick(card);
   card.bar = element("progress", "", about, { max: 100 });
   card.bar.setAttribute("aria-label", "Progress of " + name(video));

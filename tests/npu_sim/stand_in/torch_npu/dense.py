@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_npu.chip import (
     require,
     require_chip,
+    require_contiguous,
     require_dtype,
     require_same_dtype,
     require_shape,
@@ -119,6 +120,7 @@ def npu_fusion_attention(
     require_chip(operation, "A2", "A3", "A5")
     require_dtype(operation, (*HALF, torch.float32), query=query, key=key, value=value)
     require_same_dtype(operation, query=query, key=key, value=value)
+    require_contiguous(operation, query=query, key=key, value=value)
     require(pse is None and padding_mask is None and prefix is None, operation, "not simulated.")
     require(keep_prob == 1, operation, "dropout is not simulated.")
     require(isinstance(scale, float), operation, f"scale must be a float, got {type(scale)}.")

@@ -1,17 +1,19 @@
 """The operators torch.ops.mindiesd.* that mindiesd's own library defines on a real machine.
 
-Schemas as printed in libPTAExtensionOPS.so of mindiesd 3.1.0. mindiesd then attaches its shape
-functions to them, which fails where a name is missing.
+Schemas as printed in libPTAExtensionOPS.so of mindiesd 3.1.0, one in each line of schemas.txt.
+mindiesd then attaches its shape functions to them, which fails where a name is missing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_npu import npu
 from torch_npu.chip import (
     require,
     require_chip,
@@ -22,10 +24,10 @@ from torch_npu.chip import (
 from torch_npu.dense import ALL, HALF, attend
 from torch_npu.log import record
 from torch_npu.quantise import dequantised, require_block_scale
-from torch_npu.schemas import SCHEMAS
 from torch_npu.small import FLOATS
 from torch_npu.sparse import block_sparse_attention, rainfusionattention
 
+SCHEMAS = Path(__file__).with_name("schemas.txt")
 LIBRARY_NAME = "libPTAExtensionOPS.so"
 
 
@@ -157,7 +159,7 @@ def adaln(x: Tensor, scale: Tensor, shift: Tensor, *rest: Any, **named: Any) -> 
 
 def frequency_regulator(freq: int) -> Tensor:
     """Logged; the status tensor, 0 for success."""
-    record("mindiesd.frequency_regulator", freq=freq)
+    record("mindiesd.frequency_regulator", freq=freq, device=npu.current_device())
     return torch.zeros(1, dtype=torch.int64)
 
 
@@ -180,8 +182,9 @@ DONE = {
 def define() -> torch.library.Library:
     """Define all operators; the caller must keep the library, they live as long as it does."""
     library = torch.library.Library("mindiesd", "FRAGMENT")
-    for name, schema in SCHEMAS.items():
-        library.define(name + schema)
+    for schema in SCHEMAS.read_text().splitlines():
+        name = schema.partition("(")[0]
+        library.define(schema)
         library.impl(name, DONE.get(name) or _not_simulated(name), "CompositeExplicitAutograd")
     return library
 

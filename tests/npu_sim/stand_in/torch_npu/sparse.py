@@ -63,16 +63,18 @@ def rainfusionattention(
     require_same_dtype(operation, query=query, key=key, value=value)
     require_contiguous(operation, query=query, key=key, value=value)
     require(list(blockshape) == [TILE, TILE], operation, f"blockshape {blockshape}: [128, 128].")
-    require(q_input_layout == kv_input_layout, operation, "two layouts are not simulated.")
+    layouts = (q_input_layout, kv_input_layout)
+    require(layouts == ("TND", "TND"), operation, f"layouts {layouts} are not simulated.")
+    require({query.dim(), key.dim(), value.dim()} == {3}, operation, "TND has three dims.")
     require(attn_mask is None and block_table is None, operation, "not simulated.")
     require(mask_type == 0 and inner_precise in (0, 1), operation, "mask_type 0, precise 0 or 1.")
-    q, k, v = (_samples(x, q_input_layout, operation) for x in (query, key, value))
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     q_rows, k_rows = actual_seq_qlen, actual_seq_kvlen
     require(q_rows is not None and k_rows is not None, operation, "lengths are needed.")
     require(q.shape[1] == head_num, operation, f"{q.shape[1]} heads, said {head_num}.")
-    sizes = (sum(q_rows), sum(k_rows)) if q_input_layout == "TND" else (q_rows[0], k_rows[0])
+    sizes = (sum(q_rows), sum(k_rows))
     require(sizes == (q.shape[2], k.shape[2]), operation, f"lengths {q_rows} and {k_rows}.")
-    parts = _split(q, k, v, q_rows, k_rows, q_input_layout)
+    parts = zip(q.split(q_rows, 2), k.split(k_rows, 2), v.split(k_rows, 2), strict=True)
     out, block = [], 0
     for q_one, k_one, v_one in parts:
         blocks = math.ceil(q_one.shape[2] / TILE)
@@ -81,22 +83,8 @@ def rainfusionattention(
         mask = _mask_of_tables(operation, *tables, blocks, math.ceil(k_one.shape[2] / TILE))
         out.append(_masked(q_one, k_one, v_one, scale, mask, TILE))
     require(select_idx.shape[0] == block, operation, f"{select_idx.shape[0]} rows, {block} blocks.")
-    merged = torch.cat(out, 2)[0].transpose(0, 1) if q_input_layout == "TND" else torch.cat(out)
+    merged = torch.cat(out, 2)[0].transpose(0, 1)
     return merged.contiguous().to(query.dtype), torch.zeros(1)
-
-
-def _samples(x: Tensor, layout: str, operation: str) -> Tensor:
-    """[1,N,T,D] or [B,N,S,D]."""
-    require(layout in ("TND", "BNSD"), operation, f"layout {layout} is not supported.")
-    require(x.dim() == len(layout), operation, f"{x.dim()} dims do not fit {layout}.")
-    return x.transpose(0, 1)[None] if layout == "TND" else x
-
-
-def _split(q: Tensor, k: Tensor, v: Tensor, q_rows: list[int], k_rows: list[int], layout: str):
-    if layout == "BNSD":
-        return [(q[b : b + 1], k[b : b + 1], v[b : b + 1]) for b in range(q.shape[0])]
-    parts = (q.split(q_rows, 2), k.split(k_rows, 2), v.split(k_rows, 2))
-    return list(zip(*parts, strict=True))
 
 
 def _mask_of_tables(operation: str, index: Tensor, count: Tensor, rows: int, blocks: int) -> Tensor:
