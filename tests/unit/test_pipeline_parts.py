@@ -38,7 +38,7 @@ from wan.media.video_writer import (
     write_video,
 )
 from wan.modules import clip
-from wan.pipeline.denoise import DenoisingLoop, apply_guidance, predict_velocity
+from wan.pipeline.denoise import DenoisingLoop, apply_guidance
 from wan.pipeline.pipeline import Experts
 from wan.settings.command import Output
 from wan.settings.errors import InputError, NotFiniteError
@@ -184,29 +184,6 @@ def test_guidance_formula() -> None:
         )
         assert unguided is results["cond"]
         assert branches == ["cond"], "without guidance the other branch is not computed"
-
-
-def test_model_inputs_of_each_branch() -> None:
-    prompts = {"context": torch.tensor(2.0), "negative_context": torch.tensor(0.5)}
-    latents, t = torch.ones(2), torch.tensor([1])
-    step = StepInfo(3, 4, "cond", "low_noise", (1, 2, 3), 6)
-    calls: list[Any] = []
-
-    def model(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        calls.append((args, kwargs))
-        return [torch.full((2,), 7.0)]
-
-    for y, (branch, context) in product(
-        (None, torch.tensor(5.0)), (("cond", 2.0), ("uncond", 0.5))
-    ):
-        conditions = DenoiseInputs(initial_latents=torch.zeros(1), **prompts, y=y)
-        assert predict_velocity(model, latents, t, conditions, step, branch).tolist() == [7, 7]
-        ([x], timestep), kwargs = calls.pop()
-        [text] = kwargs.pop("context")
-        assert not calls and x is latents and timestep is t and text == context
-        y_input = kwargs.pop("y", None)
-        assert y_input is None if y is None else y_input[0] is y
-        assert kwargs == {"step": replace(step, branch=branch), "seq_len": 6}
 
 
 @pytest.mark.parametrize(("broken_step", "reported_step"), [(0, 1), (1, 3), (2, 3)])
