@@ -36,6 +36,12 @@ def hangs(bench: object) -> Iterator[Line]:
     time.sleep(60)
 
 
+def interrupts(bench: object) -> Iterator[Line]:
+    """Ends the program that started this step."""
+    os.kill(os.getppid(), signal.SIGTERM)
+    yield from hangs(bench)
+
+
 def crashes(bench: object) -> Iterator[Line]:
     yield make_line("known before")
     os.kill(os.getpid(), signal.SIGSEGV)

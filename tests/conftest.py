@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import hypothesis
 import pytest
@@ -23,6 +23,7 @@ hypothesis.settings.register_profile("no deadline", deadline=None)  # the machin
 hypothesis.settings.load_profile("no deadline")
 # In a background job of a shell, the tests and their child processes would ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.disable()  # until all modules are imported, which collections would scan many times
 Tiny = Callable[..., Path]
 
 
@@ -68,11 +69,11 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if not session.items:  # the process that hands tests to the workers
-        return
-    import tests.preload  # noqa: F401
+    if session.items:  # otherwise the process that hands tests to the workers
+        import tests.preload  # noqa: F401
 
-    _ignore_living_objects()
+        _ignore_living_objects()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -164,16 +165,8 @@ def tiny(shared_folder: Path) -> Tiny:
     return make
 
 
-class Refusals(Protocol):
-    """The type of the fixture `refusals`."""
-
-    def __call__(
-        self,
-        table: str,
-        cases: Mapping[str, Sequence[object]],
-        folders: Mapping[str, Path] | None = None,
-        hide: Sequence[str] = (),
-    ) -> None: ...
+Refusals = Callable[..., None]
+"""The type of the fixture `refusals`."""
 
 
 @pytest.fixture

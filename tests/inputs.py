@@ -11,16 +11,6 @@ from tests.pipelines import resolve_argv
 _FREE_ATOM = b"\0\0\0\x0cfreemore"  # ignored at the end of images, audio files and videos
 
 
-def copy_changed_file(source: Path, copy: Path, inner: str = "") -> Path:
-    """Copies a folder or file, and appends 12 bytes to the file `inner` of the folder."""
-    copy.parent.mkdir(exist_ok=True)
-    (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
-    if inner:
-        with (copy / inner).open("ab") as file:
-            file.write(_FREE_ATOM)
-    return copy
-
-
 def find_changed_invariants(
     argv: Sequence[str], flag: str, tmp_path: Path, inner: str = ""
 ) -> set[str]:
@@ -36,7 +26,8 @@ def find_changed_invariants(
     """
     index = [*argv].index(flag) + 1
     source = Path(argv[index])
-    copy = copy_changed_file(source, tmp_path / "copy" / source.name)
+    copy = tmp_path / source.name
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
     copy_argv = [*argv[:index], str(copy), *argv[index + 1 :]]
     invariants = resolve_argv(argv).collect_rank_invariants("cpu")
     assert resolve_argv(copy_argv).collect_rank_invariants("cpu") == invariants

@@ -26,48 +26,33 @@ REPO = Path(__file__).parents[2]
 SIMPLE = {
     "unknown task": ["--task", "t2v-99B"],
     "unknown flag": ["--promt", "x"],
-    "other tools' flag": ["--height=3"],
     "keyword": ["--sampling_steps", "3"],
     "no such flag": ["--qqqqq", "x"],
     "abbreviated flag": ["--prom", "x"],
     "flag without value": ["--prompt"],
     "size words": ["--size", "large"],
     "size of three": ["--size", "1*2*3"],
-    "size zero": ["--size", "0*480"],
     "size beyond floats": ["--size", "9" * 4000 + "*16"],
     "size not whole tokens": ["--size", "100*100"],
     "size for 5B": ["--task", "ti2v-5B", "--size", "1280*720"],
     "size beyond positions": ["--size", "16400*16"],
     "size beyond memory": ["--size", "16384*16384"],
     "frames not 4n+1": ["--frame_num", "80"],
-    "previews negative": ["--preview", "-1"],
     "previews often": ["--preview", "often"],
     "frames zero": ["--frame_num", "0"],
-    "frames negative": ["--frame_num", "-3"],
-    "frames fraction": ["--frame_num", "8.5"],
-    "steps zero": ["--sample_steps", "0"],
-    "steps negative": ["--sample_steps", "-4"],
     "steps huge": ["--sample_steps", "5000"],
-    "steps words": ["--sample_steps", "many"],
-    "shift zero": ["--sample_shift", "0"],
     "shift negative": ["--sample_shift", "-5"],
     "shift nan": ["--sample_shift", "nan"],
-    "shift infinite": ["--sample_shift", "inf"],
     "scale zero": ["--sample_guide_scale", "0"],
-    "scale negative": ["--sample_guide_scale", "-1"],
     "scale nan in pair": ["--sample_guide_scale", "3,nan"],
     "scale of three": ["--sample_guide_scale", "1,2,3"],
-    "scale words": ["--sample_guide_scale", "strong"],
     "solver": ["--sample_solver", "nonsense"],
     "seed words": ["--base_seed", "x"],
     "seed huge": ["--base_seed", "9" * 30],
     "seed of thousands of digits": ["--base_seed", "9" * 4000],
-    "fps zero": ["--fps", "0"],
-    "fps nan": ["--fps", "nan"],
     "fps tiny": ["--fps", "1e-9"],
     "empty folder": ["--ckpt_dir", ""],
     "empty image path": ["--task", "i2v-A14B", "--image", " "],
-    "empty output": ["--save_file", ""],
     "output nowhere": ["--save_file", "/proc/x.mp4"],
     "prompt not text": ["--prompt", "\udcff"],
     "precision": ["--precision", "fp16"],
@@ -137,11 +122,9 @@ SIMPLE = {
     "record missing": ["--from_json", "no.json"],
     "scale pair for one network": ["--task", "ti2v-5B", "--sample_guide_scale", "3,4"],
     "folder name too long": ["--ckpt_dir", "x" * 300],
-    "image name too long": ["--task", "i2v-A14B", "--image", "x" * 300],
     "latents missing": ["--decode_latents", "no.safetensors"],
     "both continuations": ["--from_json", "a", "--decode_latents", "b"],
     "prompt extension method": ["--prompt_extend_method", "gpt"],
-    "prompt extension language": ["--prompt_extend_target_lang", "fr"],
     "prompt extension name": ["--use_prompt_extend", "--prompt_extend_model", "two words"],
     "prompt extension folder": ["--use_prompt_extend", "--prompt_extend_model", "./no-such-model"],
 }
@@ -487,20 +470,12 @@ sys.exit(run_command_line())
 """
 
 
-@pytest.mark.parametrize("module", ["wan.app.resolve", "torch"])
+@pytest.mark.parametrize("module", ["wan.app.resolve", slow("torch")])
 def test_an_interrupted_import(module: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, module],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PYTHONPATH": str(REPO)},
-    )
-    assert result.returncode == 130
-    assert (
-        result.stderr == "generate.py: interrupted; the video was not written.\n"
-        and not result.stdout
-    )
+    command = [sys.executable, "-c", INTERRUPTED, module]
+    result = subprocess.run(command, capture_output=True, timeout=60, env={"PYTHONPATH": str(REPO)})
+    message = b"generate.py: interrupted; the video was not written.\n"
+    assert (result.returncode, result.stdout, result.stderr) == (130, b"", message)
 
 
 @pytest.mark.parametrize("processes", [slow("1"), "2"])

@@ -13,10 +13,12 @@ from PIL import Image
 
 from tests.conftest import slow
 from tests.frames import read_frames
+from tests.pipelines import resolve_argv
 from tools.demo import evaluate, vace
 from tools.demo.scenes import make_caption
 from tools.demo.score import detect_shapes, find_foreground
 from wan import WanI2V, WanT2V, WanVace
+from wan.app.resolve import make_demo_size_notices
 from wan.cli import main as generate
 from wan.configs import WAN_CONFIGS
 
@@ -46,6 +48,14 @@ def test_without_a_checkpoint_a_run_takes_the_demo_and_its_settings(
     assert video.shape == (9, 64, 64, 3)
     detected = detect_shapes(video)[0]  # after the lossy file
     assert f"{detected.colour} {detected.shape} moves {detected.motion}" in settings["prompt"]
+
+
+def test_a_video_that_is_a_little_larger_is_no_reason_for_a_notice() -> None:
+    """The aspect ratio of an image may make it so."""
+    folder = DEMO / "t2v-A14B"
+    for size, number in (("64*64", 0), ("272*16", 0), ("96*64", 1)):
+        params = resolve_argv(["--ckpt_dir", folder, "--size", size]).params
+        assert len(make_demo_size_notices(params, folder)) == number, size
 
 
 def test_the_files_stay_small() -> None:

@@ -27,6 +27,7 @@ from tools import compare_latents
 from wan.app import resolve
 from wan.cli import main as generate
 from wan.media import video_writer
+from wan.metering.exchange_order import read_traces
 from wan.utils.files import make_process_name
 
 REPO = Path(__file__).parents[2]
@@ -279,6 +280,14 @@ def test_tiling_is_close_and_leaves_latents_alone(tiny, tmp_path: Path) -> None:
     assert torch.equal(*map(load_saved_latents, outs))
     whole, tiled = (read_frames(out).astype(int) for out in outs)
     assert whole.shape == (1, 32, 288, 3) and 0 < np.abs(whole - tiled).mean() < 30
+
+
+def test_a_trace_counts_the_steps_that_are_left_out(plain: Path, tiny, tmp_path: Path) -> None:
+    """A video that starts from another one has the second half of four steps."""
+    argv = ["--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, "--sample_steps", "4"]
+    argv += ["--src_video", plain, "--strength", "0.5", "--trace", tmp_path / "trace"]
+    run_generate(*argv, "--save_file", tmp_path / "v.mp4")
+    assert [*read_traces(tmp_path / "trace")[0].plan.steps] == [3]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import Refusals, Tiny, slow
+from tests.conftest import Refusals, Tiny
 from tests.dist import GENERATE, TORCHRUN, Ranks, make_rank_envs
 from tests.pipelines import resolve_argv
 from tests.refusals import check_refusals
@@ -23,7 +23,6 @@ from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
 from wan.device import Device
 from wan.media import video_writer
-from wan.modules.model import WanModel
 from wan.settings.errors import InputError
 
 QUICK = ["--size", "32*32", "--frame_num", "5", "--sample_steps", "2", "--save_latents"]
@@ -143,12 +142,9 @@ def check_against_single_runs(out: Path, common: list[str], tmp_path: Path, limi
         assert limit or (out / f"{name}.mp4").read_bytes() == single.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "offload", ["true", slow("false"), slow("block")], ids=lambda value: f"offload {value}"
-)
-def test_videos_are_those_of_single_runs(offload: str, tiny: Tiny, tmp_path: Path, caplog) -> None:
+def test_videos_are_those_of_single_runs(tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    common = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK, "--offload_model", offload]
+    common = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK]
     file_argv = ["--prompt_file", str(write_prompts(tmp_path, *LINES)), "--save_file", str(out)]
     assert generate.main([*common, *file_argv]) == 1  # line 4
     assert len(list(out.glob("*.mp4"))) == 4 and not list(out.glob(".*"))
@@ -158,38 +154,6 @@ def test_videos_are_those_of_single_runs(offload: str, tiny: Tiny, tmp_path: Pat
     assert generate.main([*common, *file_argv, "--skip_existing"]) == 1
     after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.mp4")}
     assert after.pop("own.mp4") > times.pop("own.mp4") and after == times
-
-
-@pytest.mark.slow
-def test_experts_are_loaded_once(tiny: Tiny, tmp_path: Path, monkeypatch) -> None:
-    """With --group_by_expert: the same videos; a failing line does not end the others."""
-    ungrouped, grouped, built = tmp_path / "each", tmp_path / "made", []
-    construct = WanModel.__init__
-
-    def count_constructions(self: WanModel, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        built.append(self)
-
-    def raise_out_of_memory(module: torch.nn.Module, inputs: Any) -> None:
-        if isinstance(module, WanModel) and inputs[0][0].shape[1] == 3:
-            torch.empty(1 << 60)
-
-    lines = ["one", json.dumps({"prompt": "two", "boundary_step": 0, "base_seed": 3}), "three"]
-    lines += [json.dumps({"prompt": "too long", "frame_num": 9})]
-    common = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK, "--base_seed", "4"]
-    common += ["--boundary_step", "1", "--prompt_file", str(write_prompts(tmp_path, *lines))]
-    hook = torch.nn.modules.module.register_module_forward_pre_hook(raise_out_of_memory)
-    try:
-        assert generate.main([*common, "--save_file", str(ungrouped)]) == 1
-        monkeypatch.setattr(WanModel, "__init__", count_constructions)
-        assert generate.main([*common, "--save_file", str(grouped), "--group_by_expert"]) == 1
-    finally:
-        hook.remove()
-    assert len(built) == 2
-    for path in ungrouped.glob("*.safetensors"):
-        assert torch.equal(load_file(path)["latents"], load_file(grouped / path.name)["latents"])
-    videos = {path.name: path.read_bytes() for path in grouped.glob("*.mp4")}
-    assert len(videos) == 3 and videos == {p.name: p.read_bytes() for p in ungrouped.glob("*.mp4")}
 
 
 def test_a_video_that_cannot_be_written_does_not_end_the_others(
@@ -211,6 +175,25 @@ def test_a_video_that_cannot_be_written_does_not_end_the_others(
     }
     summary = json.loads((out / "prompts.summary.json").read_text())
     assert "disk full" in summary["failed"]["1"] and [*summary["made"]] == ["2"]
+    assert summary["go on with"].endswith("--skip_existing")
+
+
+def test_the_summary_of_an_interrupted_run(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    """The video at which it was interrupted is denoised, and can be decoded."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(video_writer.Mp4Encoder, "begin", interrupt)
+    argv = ["--prompt_file", write_prompts(tmp_path, "first", "second"), "--save_file", tmp_path]
+    argv += ["--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL]
+    assert generate.main([*map(str, argv)]) == 130
+    (latents,) = tmp_path.glob("001_first.*.latents.safetensors")
+    assert f"The denoised latents are safe in {latents}" in capfd.readouterr().out
+    summary = json.loads((tmp_path / "prompts.summary.json").read_text())
+    assert summary["not reached"] == ["1", "2"] and not summary["failed"]
     assert summary["go on with"].endswith("--skip_existing")
 
 

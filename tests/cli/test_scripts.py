@@ -1,20 +1,16 @@
-"""infer_t2v.sh and infer_i2v.sh: refused values, forwarded arguments, and frames."""
+"""infer_t2v.sh and infer_i2v.sh: refused values and forwarded arguments."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.dist import REPO
-from tests.frames import read_frames
-from tests.pipelines import build_cpu_pipeline
-from wan.media import images, video_writer
+from wan.media import images
 from wan.settings.attention_modes import MODES
 
 SCRIPTS = ("infer_t2v.sh", "infer_i2v.sh")
@@ -94,30 +90,3 @@ def test_no_torchrun(tmp_path: Path, call) -> None:
     (tmp_path / "bin" / "torchrun").unlink()
     code, _, error = call("infer_t2v.sh", PATH=f"{tmp_path}/bin:/usr/bin:/bin")
     assert code == 1 and "make setup" in error
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.parametrize("task", ["t2v", "i2v"])
-def test_three_modes_give_the_same_frames(task: str, tmp_path: Path) -> None:
-    """The demo on 8 ranks; modes 0 and 1 identical, mode 2 one level off in at most 0.1 %."""
-    demo = REPO / "examples" / "demo" / f"{task}-A14B"
-    decode = build_cpu_pipeline(f"{task}-A14B", demo, offload_model=False).decode
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    files, frames = [], []
-    for mode in ("0", "1", "2"):
-        out = tmp_path / f"{mode}.mp4"
-        arguments = ["--base_seed", "3", "--save_file", out, "--save_latents"]
-        subprocess.run(
-            ["bash", REPO / f"infer_{task}.sh", *map(str, arguments)],
-            check=True,
-            timeout=300,
-            cwd=tmp_path,  # where no official folder is
-            env={**os.environ, "COMM_TYPE": mode, "PATH": path},
-        )
-        files.append(read_frames(out))
-        latents = video_writer.load_latents(out.with_suffix(".latents.safetensors"))
-        frames.append(video_writer.to_uint8(decode(latents)).int().numpy())  # before the lossy file
-    assert (files[0] == files[1]).all() and (frames[0] == frames[1]).all()
-    difference = np.abs(frames[0] - frames[2])
-    assert difference.max() <= 1 and (difference > 0).mean() <= 1e-3

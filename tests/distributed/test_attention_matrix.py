@@ -107,14 +107,6 @@ def format_case(case: Case) -> str:
     return f"{ulysses}x{ring}-{ring_type}-{heads}heads-{tokens}tokens-{dtype}"
 
 
-def test_the_selection_covers_all_pairs() -> None:
-    factors = (topologies(1, 2, 4), HEADS, TOKENS, DTYPES)
-    for a in range(4):
-        for b in range(a + 1, 4):
-            covered_pairs = {(case[a], case[b]) for case in list_pairwise_cases()}
-            assert len(covered_pairs) == len(factors[a]) * len(factors[b])
-
-
 def find_differences(cases: Sequence[Case], kernel: Callable[[], Kernel]) -> dict[str, str]:
     """On one rank: map each failing case to its error message."""
     wrong = {}
@@ -153,14 +145,6 @@ def test_kernels_without_lse_get_all_keys_at_once() -> None:
         [(Topology(1, 2), 24, 9, "bfloat16"), (Topology(1, 2), 24, 67, "float32")], GatheringKernel
     )
     check_on_ranks([(Topology(2, 2), 24, 9, "float32")], GatheringKernel)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ulysses", [1, 2])
-def test_kernels_without_lse_at_all_lengths(ulysses: int) -> None:
-    check_on_ranks(
-        [(Topology(ulysses, 2), 24, n, d) for n in TOKENS for d in DTYPES], GatheringKernel
-    )
 
 
 def attend_without_valid_len() -> None:

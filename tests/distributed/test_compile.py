@@ -6,7 +6,6 @@ Legend: B batch, L tokens of one rank, C channels, T text tokens.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -37,7 +36,13 @@ def list_stages(mode: int, exchange: str, heads: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("mode", "valid_len", "exchange", "heads"),
-    [slow(*case) for case in (*product(MODES, (24, 21), EXCHANGES, (8,)), (1, 24, "fused", 7))],
+    [
+        (1, 21, "fused", 4),
+        slow(0, 24, "split", 8),
+        slow(1, 21, "split", 8),
+        slow(1, 24, "fused", 7),
+        slow(2, 24, "fused", 8),
+    ],
 )
 def test_compiled_block(mode: int, valid_len: int, exchange: str, heads: int) -> None:
     for report in dist.run_on_ranks(RANKS, compile_block, mode, valid_len, exchange, heads):
@@ -72,7 +77,7 @@ def compile_block(mode: int, valid_len: int, exchange: str, heads: int) -> dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [1, 2])
 def test_a_compiled_block_serves_another_length(mode: int) -> None:
     """The second length in the same process is compiled as a symbolic size."""
     assert dist.run_on_ranks(RANKS, compile_for_two_lengths, mode) == [True] * RANKS

@@ -22,15 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.dist import run_on_ranks
-from tests.distributed.topology import ROWS, Topology, attention_layer, make_block_attention
-from wan.distributed.sequence_shards import ShardedSequence
+from tests.distributed.topology import Topology, attention_layer
 from wan.kernels.forward_context import StepInfo
 from wan.kernels.fp8 import DequantizedAttention, Fp8Attention, Fp8Quantizer, Rotations
 from wan.kernels.interfaces import AttentionInput
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.interfaces import ModelComponents
-from wan.modules.model import WanModel
-from wan.settings.attention_modes import TokenPlan, count_heads_per_chunk, q_ranges
+from wan.settings.attention_modes import TokenPlan
 
 pytestmark = pytest.mark.dist
 
@@ -228,52 +225,6 @@ def test_rows_and_heads_of_each_attention_call() -> None:
         expected[Call(pair, "2", heads)] = [(20, h) for h in per_chunk for _ in "12"]
     kernel_calls = [calls for (_, calls), _ in collect_events(list(expected))]
     assert dict(zip(expected, kernel_calls, strict=True)) == expected
-
-
-def test_a_call_does_what_its_row_says() -> None:
-    """For every mode of `ROWS`, so that a new mode is tested too."""
-    calls = [Call(Topology(2, 1), mode, heads) for mode in ROWS for heads in (8, 24)]
-    for call, ((events, attended), _) in zip(calls, collect_events(calls), strict=True):
-        row = ROWS[call.mode]
-        chunks = count_heads_per_chunk(call.heads, 2, row.chunks)
-        assert events.split().count("A2A") == 4 * len(chunks), call
-        heads = [chunks[chunk] for verb, chunk in row.order(len(chunks)) if verb == "attend"]
-        blocks = [b - a for a, b in q_ranges(call.tokens, row.blocks)]
-        assert attended == [(block, h) for h in heads for block in blocks], call
-        assert ("got" in events) == row.overlaps, call
-
-
-def forward_a_model(layers: int) -> dict[str, str]:
-    """On one rank: return the events of one forward by mode."""
-    events_by_mode = {}
-    for mode in CHUNKS_BY_MODE:
-        events: list[str] = []
-        attention = make_block_attention(
-            attention_layer(Topology(2, 1), mode, RecordedKernel(events))
-        )
-        net: Any = WanModel(
-            dim=192,
-            ffn_dim=64,
-            num_heads=24,
-            num_layers=layers,
-            text_dim=16,
-            text_len=8,
-            components=ModelComponents(attention, sequence_shard=ShardedSequence(None)),
-        )
-        for block in net.blocks:
-            block.cross_attn.register_forward_pre_hook(lambda *_, e=events: e.append("text"))
-            block.register_forward_hook(lambda *_, e=events: e.append("end"))
-        with torch.inference_mode(), record_events(events):
-            net([torch.randn(16, 3, 6, 6)], torch.tensor([500]), [torch.randn(5, 16)], 27)
-        events_by_mode[mode] = " ".join(events)
-    return events_by_mode
-
-
-def test_a_model_communicates_in_self_attention_alone() -> None:
-    """The text needs no communication; the velocities are gathered once."""
-    blocks = repeat_per_chunk(f"{INTO} FA A2A")
-    expected = {mode: " ".join([f"{x} text end"] * 2) + " gather" for mode, x in blocks.items()}
-    assert run_on_ranks(2, forward_a_model, 2) == [expected] * 2
 
 
 class RecordedQuantizer(Fp8Quantizer):

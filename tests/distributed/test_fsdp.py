@@ -24,15 +24,12 @@ from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import UNSHARDED, ModelSpec, make_dit_dtype_rule, read_headers
 from wan.checkpoint.tensor_source import TensorSource, TensorSources
 from wan.distributed.fsdp import FsdpSharding, compute_row_range
-from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
 from wan.modules import t5
-from wan.modules.fused_ops import BlockOps
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.modules.t5 import TextEncoder, list_umt5_blocks
 
 WORLDS = pytest.mark.parametrize("world", [2, slow(4)])
-SLOW = [(2, True), (4, False), (4, True)]
 LAYOUTS = pytest.mark.parametrize("layout", ["official", "diffusers"])
 CPU = torch.device("cpu")
 # Compute dtype, whether all weights are converted to it, and the dtypes of the parameters.
@@ -55,11 +52,9 @@ def dit(
     convert_all: bool,
     sharded: bool,
     cached: bool = True,
-    fused: bool = False,
 ) -> WanModel:
     files = next(iter(inspect_checkpoint(folder).experts.values()))
-    ops = BlockOps(run_op=CompiledOps(STEPS_BY_OP, min_elements=0)) if fused else BlockOps()
-    shared = ModelComponents(ops=ops, text_kv_cache=sharded and cached)
+    shared = ModelComponents(text_kv_cache=sharded and cached)
     make = partial(WanModel, **files.config, components=shared)
     return ModelSpec("DiT", make, files.tensors, folder).load(
         device=CPU,
@@ -82,12 +77,10 @@ def record_text_kv(model: WanModel) -> list[bool]:
     return has_text_kv
 
 
-def compare_dits(folder: Path, fused: bool) -> None:
+def compare_dits(folder: Path) -> None:
     context = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
     for compute, convert_all, dtypes in PRECISIONS:
-        unsharded, sharded = (
-            dit(folder, compute, convert_all, on, fused=fused) for on in (False, True)
-        )
+        unsharded, sharded = (dit(folder, compute, convert_all, on) for on in (False, True))
         has_text_kv = record_text_kv(sharded)
         expected = [velocity(unsharded, t, context) for t in (900.0, 3.0)]
         for t in (0, 0, 1):  # the first call fills the text cache
@@ -102,9 +95,9 @@ def compare_dits(folder: Path, fused: bool) -> None:
 
 @pytest.mark.dist
 @LAYOUTS
-@pytest.mark.parametrize(("world", "fused"), [(2, False), *(slow(n, f) for n, f in SLOW)])
-def test_dit_is_bit_equal(tiny, layout: str, world: int, fused: bool) -> None:
-    run_on_ranks(world, compare_dits, tiny("t2v-1.3B", layout), fused)
+@WORLDS
+def test_dit_is_bit_equal(tiny, layout: str, world: int) -> None:
+    run_on_ranks(world, compare_dits, tiny("t2v-1.3B", layout))
 
 
 def text_encoder(folder: Path, dtype: torch.dtype, sharded: bool) -> tuple[TextEncoder, nn.Module]:

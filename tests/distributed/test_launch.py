@@ -177,7 +177,7 @@ def test_who_is_lost() -> None:
 
 
 def read_limits() -> int:
-    """Prints the limits of a run's groups, and its attention that all ranks must share."""
+    """Prints the limit of a run's groups."""
 
     def execute(run: Run, groups: ParallelGroups | None) -> int:
         assert groups is not None and groups.timeout is not None

@@ -97,28 +97,23 @@ def run_machine(names: list[str], arguments: list[str]) -> int:
 
 BREAKS = {
     "cut": lambda switch: switch.set(0, 1),
-    "unplugged": lambda switch: link.run_command(
-        "ip", "-n", switch.names[1], "link", "set", link.DEVICE, "down"
-    ),
     "slowed to 1 Mbit/s": lambda switch: switch.limit(125_000),
     "slowed to 8 kbit/s": lambda switch: switch.limit(1_000),
-    "late by 0.1 s": lambda switch: switch.set(0.1, 0),
     "losing 5 %": lambda switch: switch.set(0.01, 0.05),
     "losing 70 %": lambda switch: switch.set(0.01, 0.7),
 }
-ALWAYS_RIGHT = {"slowed to 1 Mbit/s", "late by 0.1 s", "losing 5 %"}
-NEVER_RIGHT = {"cut", "unplugged"}
+ALWAYS_RIGHT = {"slowed to 1 Mbit/s", "losing 5 %"}
+NEVER_RIGHT = {"cut"}
 
 
-@pytest.mark.parametrize("comm_type", ["0", "1"])
 @pytest.mark.parametrize("how", BREAKS)
-def test_a_link_that_breaks(how: str, comm_type: str, switch: Switch, tiny, tmp_path: Path) -> None:
+def test_a_link_that_breaks(how: str, switch: Switch, tiny, tmp_path: Path) -> None:
     arguments = ["--task", "t2v-A14B", "--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48"]
     arguments += ["--frame_num", "5", "--sample_steps", "4", "--base_seed", "7", "--save_latents"]
     single_rank_file, out = tmp_path / "alone.mp4", tmp_path / "out" / "v.mp4"
     with Ranks([{}], generate.main, [*arguments, "--save_file", str(single_rank_file)]) as process:
         assert process.wait_for_exit() == [0], process.format_outputs()
-    arguments += ["--comm_type", comm_type, "--dist_timeout", str(LIMIT_S / 60)]
+    arguments += ["--comm_type", "1", "--dist_timeout", str(LIMIT_S / 60)]
     shared_variables = {
         **TORCHRUN,
         "GLOO_SOCKET_IFNAME": link.DEVICE,
@@ -132,7 +127,7 @@ def test_a_link_that_breaks(how: str, comm_type: str, switch: Switch, tiny, tmp_
         begin = time.monotonic()
         BREAKS[how](switch)
         codes = agents.wait_for_exit(LIMIT_S + (120 if how in ALWAYS_RIGHT else 30))
-    print(f"{how}, mode {comm_type}: {codes} after {time.monotonic() - begin:.1f} s")
+    print(f"{how}: {codes} after {time.monotonic() - begin:.1f} s")
     print("\n".join(agents.lines()))
     if any(codes) or how in NEVER_RIGHT:
         assert all(codes) and how not in ALWAYS_RIGHT, agents.format_outputs()

@@ -189,24 +189,6 @@ def test_scaled_fp8_files(
 
 
 @pytest.mark.slow
-def test_plain_fp8_files(tiny: Any, tmp_path: Path) -> None:
-    """`*_fp8_e4m3fn`: matrices without scales; biases have the dtype of the checkpoint."""
-    videos = []
-    for kind in ("fp8", "plain"):
-        folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / kind))
-        file = folder / "diffusion_pytorch_model.safetensors"
-        state = load_file(file)
-        for name, tensor in state.items():
-            if tensor.dim() == 2 and name.endswith("weight"):
-                rounded = tensor.float().to(torch.float8_e4m3fn)
-                state[name] = rounded if kind == "fp8" else rounded.float()
-        save_file(state, file)
-        task = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--sample_steps", "2"]
-        videos.append(make_latents(1, [*QUICK, *task], tmp_path / f"{kind}.mp4"))
-    assert torch.equal(*videos)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks", "flags"),
     [

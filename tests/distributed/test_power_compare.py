@@ -20,7 +20,6 @@ from tests.pipelines import resolve_argv
 from tests.refusals import check_refusals
 from wan.kernels.forward_context import StepInfo
 from wan.pipeline import memory_estimate
-from wan.power import compare
 from wan.power.__main__ import main
 from wan.power.rounds import IdleGapAttention, SwitchableAttention, make_variant_layer
 from wan.power.variants import Variant
@@ -125,8 +124,6 @@ def check_comparison(out: Path, ranks: int, names: list[str]) -> None:
     ("ranks", "compare_flags", "flags"),
     [
         slow(2, ["--chunks", "3"], []),
-        slow(2, ["--modes", "1"], []),
-        slow(4, ["--modes", "2"], ["--ring_size", "2"]),
         slow(4, [], ["--cfg_size", "2", "--dit_fsdp"]),
         slow(2, [], ["--fa_quant", "fp8", "--quant_alltoall"]),
     ],
@@ -144,14 +141,8 @@ def test_a_whole_comparison(
     with Ranks(make_rank_envs(ranks), main, arguments) as processes:
         assert not any(processes.wait_for_exit(240)), processes.format_outputs()
     names = ["baseline", "InsertComm", "BlockAttn"]
-    if compare_flags[:1] == ["--modes"]:
-        names.remove("BlockAttn" if compare_flags[1] == "1" else "InsertComm")
     names += ["InsertComm, 3 chunks"] if compare_flags[:1] == ["--chunks"] else []
-    names += (
-        ["control: rests without exchanges"]
-        if "InsertComm" in names and "--quant_alltoall" not in flags
-        else []
-    )
+    names += [] if "--quant_alltoall" in flags else ["control: rests without exchanges"]
     check_comparison(out, ranks, names)
 
 
@@ -199,12 +190,6 @@ def test_one_expert_at_a_time(cache: str, tiny: Any, tmp_path: Path) -> None:
     assert all(result["largest_difference"] in (0, None) for result in variants.values())
     assert not list(tmp_path.glob("*.mp4"))
     assert "from some steps of each expert" in (tmp_path / "report.md").read_text()
-
-
-def test_the_named_preset_is_that_of_mlperf() -> None:
-    options = compare.parse_flags(compare.PRESETS["mlperf"])
-    assert (options["size"], options["frame_num"], options["sample_steps"]) == ((1280, 720), 81, 20)
-    assert options["sample_guide_scale"] == (3.0, 4.0) and options["base_seed"] == 42
 
 
 @pytest.mark.slow

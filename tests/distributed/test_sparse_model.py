@@ -127,23 +127,3 @@ def test_ranks_predict_what_one_process_does() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_predict_it_in_all_modes(world: int, job: Job) -> None:
     check_velocities(job, list(product(LAYOUTS[world], ROWS)))
-
-
-@torch.inference_mode()
-def compare_fp8(job: Job, transport: bool, expected: Tensor) -> None:
-    for mode in ROWS:
-        methods = make_small_methods("fp8 exchange" if transport else "fp8")
-        layer = attention_layer(Topology(2, 1), mode, methods=methods)
-        tokens = ShardedSequence(None, 256 if transport else 1)
-        actual = velocities(job, (), attention=layer, sequence_shard=tokens)
-        assert (actual - expected).abs().max() <= 2e-5, mode
-
-
-def test_fp8_attention_on_ranks() -> None:
-    """With exchanges in FP8 and in the model's dtype."""
-    job = JOBS["t2v"]
-    layer = FAPowerCapAttention(comm_type=0, methods=make_small_methods("fp8"))
-    with torch.inference_mode():
-        expected = torch.stack(job.velocities(job.model(attention=layer)))
-    for transport in (False, True):
-        run_on_ranks(2, compare_fp8, job, transport, expected)

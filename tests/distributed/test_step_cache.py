@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from tests.dist import run_on_ranks
-from tests.distributed.methods import make_small_methods
-from tests.distributed.test_model import Job
 from wan.cache import policy as policies
 from wan.cache.policy import StepLists
 from wan.distributed.sequence_shards import ShardedSequence
 from wan.kernels.forward_context import StepInfo
-from wan.kernels.rainfusion_masks import make_window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
@@ -229,64 +226,3 @@ def test_a_rank_killed_in_a_decision_ends_the_others() -> None:
     with pytest.raises(AssertionError, match="the process ended") as caught:
         run_on_ranks(2, run_with_killed_rank, POLICIES["first_block"], Layout(1, 2, 1), timeout=30)
     assert "no answer" not in str(caught.value)
-
-
-JOBS = {
-    "t2v": Job(text_cache=True, contexts=(7, 3)),
-    "i2v": Job("i2v"),
-    "ti2v": Job("ti2v"),  # a timestep for each token
-    "batch": Job(batch=2),
-    "batch, one by one": Job("ti2v", batch=2),
-}
-
-
-@torch.inference_mode()
-def test_a_cache_that_never_skips_changes_no_bit() -> None:
-    """For every kind of model and batch; with threshold 0 it never decides to skip."""
-    all_steps: StepLists = dict.fromkeys(BRANCHES, (True, True))
-    no_steps: StepLists = dict.fromkeys(BRANCHES, (False, False))
-    zero_threshold_case = Case("first_block", no_steps, threshold=0.0)
-    for name, job in JOBS.items():
-        expected = torch.stack(job.velocities(job.model()))
-        for case in (Case("tea", all_steps), zero_threshold_case, Case("attention", all_steps)):
-            cache = case.cache()
-            cache.start_run(case.lists)
-            kind = "attention_cache" if case.name == "attention" else "step_cache"
-            actual = torch.stack(job.velocities(job.model(**{kind: cache})))
-            assert actual.equal(expected), (name, case)
-            if kind == "step_cache":
-                assert cache.computed_indices and cache.cached_bytes() > 0, (name, case)
-
-
-def test_a_skipped_step_with_every_method() -> None:
-    """A skipped step adds the residual of the step before; compared with the explicit sum."""
-    for kind in ("fp8", "v2", "v3", "v3-fp8"):
-        check_skipped_step(kind)
-
-
-@torch.inference_mode()
-def check_skipped_step(kind: str) -> None:
-    job = Job("ti2v", heads=12, grid=(3, 9, 10), text_cache=True)
-    layer = FAPowerCapAttention(
-        SimpleNamespace(comm_type=0), None, methods=make_small_methods(kind)
-    )
-    order = make_window_order if kind[0] == "v" else None
-    cache = Case("tea", {}).cache()
-    cache.start_run(dict.fromkeys(BRANCHES, (True, False)))
-    net = job.model(
-        attention=layer, sequence_shard=ShardedSequence(None, 1, order), step_cache=cache
-    )
-    cache_calls: list[tuple[Tensor, Tensor]] = []
-    inner, net.step_cache = net.step_cache, None
-
-    def record_call(x_BLC: Tensor, *args: Any) -> Any:
-        cache_input = x_BLC.clone()
-        output = yield from inner.iterate(x_BLC, *args)
-        cache_calls.append((cache_input, output.clone()))
-        return output
-
-    net.step_cache = SimpleNamespace(iterate=record_call)
-    job.velocities(net)
-    (step_input, step_output), (next_input, next_output) = cache_calls
-    assert (next_output - (next_input + (step_output - step_input))).abs().max() <= 1e-5, kind
-    assert cache.computed_indices == {"cond": [0]}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
+from datetime import timedelta
 from socket import gethostname
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,59 +18,42 @@ from PIL import Image
 from torch.profiler import profile
 
 from tests import dist
+from tests.distributed.test_model import Job
 from tests.refusals import check_refusals
+from wan import device as devices
+from wan.distributed.mesh import make_parallel_groups
+from wan.distributed.ring import Ring
+from wan.distributed.sequence_shards import ShardedSequence
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.pipeline.denoise import run_both_branches
 from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel, check_guidance, resolve_topology
 from wan.utils import system
 
 pytestmark = pytest.mark.dist
-HEADS, TOKENS = 12, 36  # of the grid below; not divisible by 8
+HEADS = 12
+JOB = Job(heads=HEADS, grid=(3, 3, 4))
 
 
 def velocities(parallel: Parallel | None) -> Any:
     """Predict both guidance branches of a small model on this rank of a topology."""
-    from wan import device as devices
-    from wan.distributed.mesh import make_parallel_groups
-    from wan.distributed.ring import Ring
-    from wan.distributed.sequence_shards import ShardedSequence
-    from wan.modules.attnlayer import FAPowerCapAttention
-    from wan.modules.interfaces import ModelComponents
-    from wan.modules.model import WanModel
-    from wan.pipeline.denoise import run_both_branches
-
-    components = ModelComponents()
+    components: dict[str, Any] = {}
     branches = run_both_branches
     if parallel is not None:
         team = make_parallel_groups(devices.select_device("cpu"), parallel.mesh_shape)
         branches = team.compute_branches if parallel.cfg_size == 2 else run_both_branches
-        layer = FAPowerCapAttention(
-            SimpleNamespace(comm_type=parallel.comm_type),
+        components["attention"] = FAPowerCapAttention(
+            parallel,
             team.group("ulysses"),
             parallel.fa_alltoall_overlap,
             ring=Ring(team.group("ring"), parallel.ring_type),
         )
-        components = ModelComponents(
-            lambda _: layer,
-            sequence_shard=ShardedSequence(team.group("ring", "ulysses")),
-        )
-    torch.manual_seed(0)
-    model = WanModel(
-        "t2v",
-        dim=HEADS * 8,
-        ffn_dim=96,
-        num_heads=HEADS,
-        num_layers=2,
-        text_dim=16,
-        components=components,
-    )
-    generator = torch.Generator().manual_seed(1)
-    latents = torch.randn(16, 3, 6, 8, generator=generator)
-    texts = {name: torch.randn(512, 16, generator=generator) for name in ("cond", "uncond")}
+        components["sequence_shard"] = ShardedSequence(team.group("ring", "ulysses"))
+    jobs = {name: replace(JOB, contexts=(n,)) for name, n in (("cond", 7), ("uncond", 20))}
+    model = JOB.model(**components)
     with torch.no_grad():
-        return torch.stack(
-            branches(lambda b: model([latents], torch.tensor([500.0]), [texts[b]], TOKENS)[0])
-        )
+        return torch.stack(branches(lambda name: jobs[name].velocities(model)[0]))
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +98,6 @@ def test_topologies(world: int, flags: dict[str, Any], expected: Any) -> None:
 
 def count_exchanges() -> Counter[str]:
     """Count the gloo operations of connecting groups of 1 x 2 x 2, by name."""
-    from wan import device as devices
-    from wan.distributed.mesh import make_parallel_groups
-
     team = make_parallel_groups(devices.select_device("cpu"), (1, 2, 2))
     with profile() as trace:
         team.warm_up()
@@ -132,11 +113,6 @@ def test_every_group_is_connected_before_weights_are_read() -> None:
 
 def read_group_timeouts() -> list[float]:
     """Return the timeout of each group in seconds."""
-    from datetime import timedelta
-
-    from wan import device as devices
-    from wan.distributed.mesh import make_parallel_groups
-
     team = make_parallel_groups(devices.select_device("cpu"), (1, 2, 2), timedelta(seconds=47))
     groups = [
         team.group(*axes) for axes in (("cfg",), ("ring",), ("ulysses",), ("ring", "ulysses"))
@@ -154,9 +130,6 @@ def test_every_group_waits_as_long() -> None:
 
 def read_common_times() -> list[tuple[int, int]]:
     """Return (this rank's clock before, the common time) on one and on two machines."""
-    from wan import device as devices
-    from wan.distributed.mesh import make_parallel_groups
-
     rank, clock, readings = torch.distributed.get_rank(), time.perf_counter_ns, []
     team = make_parallel_groups(devices.select_device("cpu"), (1, 1, 2))
     for machine in ("", f"machine {rank}"):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -93,16 +94,23 @@ def velocities(layer: FAPowerCapAttention, plan: ExchangePlan) -> Tensor:
     return torch.stack(JOB.velocities(net))
 
 
-def trace_velocities(layer: FAPowerCapAttention, plan: ExchangePlan) -> tuple[RankReport, Tensor]:
-    """Return the trace report of one step, and its velocities."""
+def record_layers(plan: ExchangePlan, run: Callable[[], object]) -> RankReport:
+    """Trace a forward pass in one step."""
     events: list[trace.Event] = []
     with (
         trace.use_recorder(Recorder((0,), HostClock(), events.extend)),
         trace.record_step(0, "dit"),
         trace.span("branch", branch="cond"),
     ):
-        result = velocities(layer, plan)
-    return analyze_trace(Trace(plan, events, {})), result
+        run()
+    return analyze_trace(Trace(plan, events, {}))
+
+
+def trace_velocities(layer: FAPowerCapAttention, plan: ExchangePlan) -> tuple[RankReport, Tensor]:
+    """Return the trace report of one step, and its velocities."""
+    results: list[Tensor] = []
+    report = record_layers(plan, lambda: results.append(velocities(layer, plan)))
+    return report, results[0]
 
 
 Way = tuple[Topology, str, str]
@@ -144,33 +152,29 @@ def trace_control_modes(skipped: bool) -> list[RankReport]:
     model_components = {"step_cache": step_cache} if skipped else {}
     for mode in ROWS:
         plan = replace(make_plan(Topology(2, 1), mode, "dense"), control=(0,))
-        layer, events = attention_layer(Topology(2, 1), mode), list[trace.Event]()
+        layer = attention_layer(Topology(2, 1), mode)
         net = job.model(attention=layer, sequence_shard=ShardedSequence(None), **model_components)
-        with (
-            trace.use_recorder(Recorder((0,), HostClock(), events.extend)),
-            trace.record_step(0, "dit"),
-            trace.span("branch", branch="cond"),
-        ):
-            job.velocities(net)
-        reports.append(analyze_trace(Trace(plan, events, {})))
+        reports.append(record_layers(plan, partial(job.velocities, net)))
     return reports
 
 
 @torch.inference_mode()
-def trace_reference_attention() -> list[RankReport]:
+def trace_reference_attention(_: bool) -> list[RankReport]:
     """Trace every mode of Animate-2, whose guidance branch leaves out a block."""
     case, reports = animate2_network.CASES["equal grids"], []
-    for topology, mode in product((Topology(2, 1), Topology(1, 2)), ROWS):
+    sizes = animate2_network.SIZES
+    for topology, mode in zip((Topology(2, 1), Topology(1, 2)) * 2, ROWS, strict=True):
         plan = replace(
             make_plan(topology, mode, "dense"),
-            heads=animate2_network.SIZES["num_heads"],
-            layers=animate2_network.SIZES["num_layers"],
+            heads=sizes["num_heads"],
+            layers=sizes["num_layers"],
             tokens=prod(case.generated),
         )
-        layer, events = attention_layer(topology, mode), list[trace.Event]()
         model = animate2_network.make_network(
-            attention=make_block_attention(layer), sequence_shard=ShardedSequence(None)
+            attention=make_block_attention(attention_layer(topology, mode)),
+            sequence_shard=ShardedSequence(None),
         )
+        events: list[trace.Event] = []
         with trace.use_recorder(Recorder((0,), HostClock(), events.extend)):
             animate2_network.compute_velocity(
                 model, case, (animate2_network.SKIPPED,), -1.3, record_branch()
@@ -185,21 +189,25 @@ def record_branch() -> Iterator[None]:
         yield
 
 
-def test_reference_attention_is_as_planned() -> None:
-    """It and the parts of the keys belong to the attention of a query block."""
-    for reports in run_on_ranks(2, trace_reference_attention):
+@pytest.mark.parametrize(
+    ("work", "skipped", "layers"),
+    [
+        (trace_control_modes, False, (3, 0)),
+        (trace_control_modes, True, (2, 1)),
+        (trace_reference_attention, False, (2, 1)),
+    ],
+)
+def test_further_layers_are_as_planned(
+    work: Callable[[bool], list[RankReport]], skipped: bool, layers: tuple[int, int]
+) -> None:
+    """Control blocks count as layers after the others, and are skipped with their main block.
+
+    The parts of Animate-2's keys belong to the attention of a query block.
+    """
+    for reports in run_on_ranks(2, work, skipped):
         for order in (report.order for report in reports):
             assert order.difference is None, order.difference
-            assert (order.layers, order.skipped) == (2, 1)
-
-
-def test_control_blocks_are_as_planned() -> None:
-    """Control blocks count as layers after the others, and are skipped with their main block."""
-    for skipped, counts in ((False, (3, 0)), (True, (2, 1))):
-        for reports in run_on_ranks(2, trace_control_modes, skipped):
-            for order in (report.order for report in reports):
-                assert order.difference is None, order.difference
-                assert (order.layers, order.skipped) == counts
+            assert (order.layers, order.skipped) == layers
 
 
 @pytest.mark.parametrize(
@@ -249,30 +257,6 @@ def test_a_deliberate_reordering_is_caught() -> None:
         assert planned == "None"
 
 
-@torch.inference_mode()
-def compare_chunk_counts() -> None:
-    """For any number of chunks mode 1 and overlap have the bits of mode 0, mode 2 its default's."""
-    topology, results, ranks = Topology(2, 1), {}, {}
-    for mode, row in ROWS.items():
-        plain, plan = attention_layer(topology, mode), make_plan(topology, mode, "dense")
-        results[mode, 0] = velocities(plain, plan)
-        for chunks in range(1, JOB.heads // 2 + 1) if row.chunks > 1 else ():
-            args, group, overlap = plain.args, plain.ulysses_pg, plain.fa_alltoall_overlap
-            layer = FAPowerCapAttention(args, group, overlap, chunks=chunks)
-            ranks[chunks], results[mode, chunks] = trace_velocities(
-                layer, replace(plan, chunks=chunks)
-            )
-    for chunks, rank in ranks.items():
-        assert rank.order.difference is None and rank.counts["A2A"] == 4 * chunks
-    for (mode, chunks), result in results.items():
-        base = results[mode if ROWS[mode].blocks > 1 else "0", 0]
-        assert torch.equal(result, base), (mode, chunks)
-
-
-def test_any_number_of_chunks_gives_the_same_bits() -> None:
-    run_on_ranks(2, compare_chunk_counts)
-
-
 NEW_ROW = Mode("new", 3, 2, order_with_overlap)
 METHODS = {
     "0": "_run_baseline",
@@ -285,8 +269,8 @@ METHODS = {
 
 @torch.inference_mode()
 def find_deviations(layouts: list[Topology]) -> dict[str, str]:
-    """On one rank: return the calls whose method or recorded order is not that of the row."""
-    deviations = {}
+    """On one rank: return the calls whose method, order or bits are not those of the row."""
+    deviations, outputs = {}, dict[tuple[Topology, int], Tensor]()
     for topology, mode, chunks, exchange in product(
         layouts, METHODS, (None, 1, 3), ("split", "fused")
     ):
@@ -298,18 +282,21 @@ def find_deviations(layouts: list[Topology]) -> dict[str, str]:
             plan = replace(plan, fused=exchange == "fused" and topology.ulysses > 1)
             planned = list_planned_items(plan, 0)
         rows = TokenPlan(JOB.tokens, topology.world).shard_len
-        qkv, events = torch.randn(3, 1, rows, JOB.heads, 8).unbind(0), list[trace.Event]()
+        qkv = torch.randn(3, 1, rows, JOB.heads, 8, generator=torch.Generator().manual_seed(0))
+        events = list[trace.Event]()
         method = patch.object(layer, METHODS[mode], wraps=getattr(layer, METHODS[mode]))
         with (
             trace.use_recorder(Recorder((0,), HostClock(), events.extend)),
             trace.record_step(0, "dit"),
             method as called,
         ):
-            layer(*qkv, valid_len=JOB.tokens)
+            output = layer(*qkv.unbind(0), valid_len=JOB.tokens)
         recorded = list_recorded_items(events)
+        name = f"{topology}, mode {mode}, {chunks} chunks, {exchange}"
         if not called.called or recorded != planned:
-            name = f"{topology}, mode {mode}, {chunks} chunks, {exchange}"
             deviations[name] = f"{recorded} instead of {planned}"
+        elif not output.equal(outputs.setdefault((topology, layer.mode.blocks), output)):
+            deviations[name] = "other bits"
     return deviations
 
 
@@ -325,10 +312,6 @@ def test_every_method_has_the_order_of_its_row(layouts: list[Topology]) -> None:
 
 RUNS: dict[str, tuple[int, str]] = {
     "halves": (4, "--cfg_size 2 --comm_type 1 --chunks 3 --step_cache steps:0,3"),
-    "ring, first block": (
-        4,
-        "--ring_size 2 --comm_type 2 --step_cache first_block --step_cache_threshold 0.9",
-    ),
     "attention cache": (
         2,
         "--fa_alltoall_overlap --use_attentioncache --start_step 1 --end_step 7 "

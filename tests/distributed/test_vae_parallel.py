@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,18 +24,17 @@ from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
 from wan.device import select_device
 from wan.distributed.ulysses import SINGLE_RANK
-from wan.modules.vae.layers import Downsample, ResidualBlock, Upsample, pad_conv_input
+from wan.modules.vae.layers import ResidualBlock
 from wan.modules.vae.network import Autoencoder
-from wan.modules.vae.rows import ALL_ROWS, Rows, VaeState
+from wan.modules.vae.rows import ALL_ROWS, Rows
 from wan.modules.vae.sharded import ShardedRows, split_rows_evenly
-from wan.modules.vae.video_vae import FrameCollector, build_published_vae, read_vae_spec
+from wan.modules.vae.video_vae import FrameCollector, read_vae_spec
 from wan.pipeline import memory_estimate
 from wan.pipeline.vae_runner import VaeRunner
 from wan.settings.presets import PRESETS
 
 pytestmark = pytest.mark.dist
 CPU = torch.device("cpu")
-HEIGHT = 5  # rows of latents
 
 
 @cache
@@ -50,54 +48,6 @@ def make_sharded_rows(height: int) -> ShardedRows:
 
 def random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
-
-
-def layer_results(name: str, rows: Rows) -> list[Tensor]:
-    """Return these rows of a layer's results in three calls."""
-    torch.manual_seed(0)
-    layer, state = LAYERS[name]().eval().requires_grad_(False), VaeState(rows)
-    x = random(1, 48, 5, 8 * HEIGHT, 96)
-    parts = x[:, :, :1], x[:, :, 1:3], x[:, :, 3:]
-    return [layer(rows.slice_local_rows(part, 8).contiguous(), state) for part in parts]
-
-
-def compute_layer_results(names: list[str]) -> dict[str, list[Tensor]]:
-    """On one rank: return its rows of each layer's results."""
-    return {name: layer_results(name, make_sharded_rows(HEIGHT)) for name in names}
-
-
-class PaddedConv(nn.Module):
-    """A causal convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv3d(48, 16, 3)
-
-    def forward(self, x: Tensor, state: VaeState) -> Tensor:
-        return self.conv(pad_conv_input(self.conv, x, state))
-
-
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "convolution": PaddedConv,
-    "block": partial(ResidualBlock, 48, 32),
-    "upsampling": partial(Upsample, 48, 32, True),
-    "downsampling": partial(Downsample, 48, True),
-}
-
-
-@pytest.mark.parametrize("world", [slow(1), slow(2), 3, slow(4)])
-@pytest.mark.usefixtures("one_thread")
-def test_convolutions_are_bit_equal(world: int) -> None:
-    """The sizes are such that oneDNN uses the same kernel for all numbers of rows."""
-    ranks = run_on_ranks(world, compute_layer_results, list(LAYERS))
-    single_results = {name: layer_results(name, ALL_ROWS) for name in LAYERS}
-    different = [
-        (name, call)
-        for name, results in single_results.items()
-        for call, result in enumerate(results)
-        if not torch.cat([rank_results[name][call] for rank_results in ranks], dim=3).equal(result)
-    ]
-    assert not different
 
 
 def compute_distances(
@@ -139,13 +89,14 @@ def distance(a: Tensor, b: Tensor) -> float:
 FILES = {"2.1": ("t2v-A14B", "Wan2.1_VAE.pth"), "2.2": ("ti2v-5B", "Wan2.2_VAE.pth")}
 # frames, rows, columns, more rows of pixels: few and odd rows, fewer than ranks, more than a frame
 SHAPES = [(1, 1, 3, 0), (2, 3, 2, 0), (1, 5, 3, 0), (3, 4, 2, 0), (5, 7, 2, 0)]
+LONG = (21, 5, 3, 0)
 WIDE = (3, 3, 256, 0)  # wide enough that the largest layers process single frames; slow in float64
 
 
 @pytest.mark.parametrize(
     ("world", "version", "dtype", "limit"),
     [
-        (w, v, t, limit) if (w, v, t) == (2, "2.1", torch.float64) else slow(w, v, t, limit)
+        (w, v, t, limit) if (w, v, t) == (3, "2.1", torch.float64) else slow(w, v, t, limit)
         for w, v in product((2, 3, 4), FILES)
         for t, limit in ((torch.float32, 5e-6), (torch.float64, 1e-12))
     ],
@@ -159,58 +110,11 @@ def test_any_height_and_number_of_ranks(
     """
     shapes = [*SHAPES, (2, 3, 2, 7)] if version == "2.1" else SHAPES
     shapes = [*shapes, WIDE] if dtype == torch.float32 else shapes
+    shapes = [*shapes, LONG] if world == 4 else shapes
     task, file = FILES[version]
     main, *idle_results = run_on_ranks(world, compute_distances, tiny(task) / file, shapes, dtype)
     assert len(main) == len(shapes) and not any(idle_results)
     assert all(max(pair) <= limit for pair in main), main
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("version", FILES)
-def test_a_long_video(tiny, world: int, version: str) -> None:
-    """81 frames; rows that do not divide."""
-    task, file = FILES[version]
-    (pair,) = run_on_ranks(
-        world, compute_distances, tiny(task) / file, [(21, 5, 3, 0)], torch.float64
-    )[0]
-    assert max(pair) <= 1e-12
-
-
-def compare_levels(version: str, size: tuple[int, ...]) -> tuple[float, int, float, float]:
-    """Return pixel error, largest level error, fraction of changed levels, and latent error."""
-    torch.manual_seed(0)
-    autoencoder = build_published_vae(version).eval().requires_grad_(False)
-    frames, height, width = size
-    rows, scale = make_sharded_rows(height), autoencoder.version.scale
-    z = random(1, autoencoder.version.z_dim, *size)
-    video = random(1, 3, 4 * frames - 3, height * scale, width * scale).tanh()
-    shards = decode_and_encode(autoencoder, z, video, rows)
-    if rows.rank:
-        return 0, 0, 0, 0
-    unsharded = decode_and_encode(autoencoder, z, video, ALL_ROWS)
-    pixels = [((x + 1) * 127.5).round() for x in (shards[0], unsharded[0])]
-    differences = (pixels[0] - pixels[1]).abs()
-    share = (differences > 0).float().mean().item()
-    return (
-        distance(shards[0], unsharded[0]),
-        int(differences.max()),
-        share,
-        distance(shards[1], unsharded[1]),
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(("version", "size"), [("2.1", (3, 9, 10)), ("2.2", (2, 5, 6))], ids=str)
-def test_published_widths(world: int, version: str, size: tuple[int, ...]) -> None:
-    """With many channels oneDNN's order of summation depends on the number of rows."""
-    (decoded, most, share, encoded), *_ = run_on_ranks(
-        world, compare_levels, version, size, timeout=600
-    )
-    print(decoded, most, share, encoded)
-    assert decoded <= 1e-5 and encoded <= 1e-5
-    assert most <= 1 and share <= 1e-4
 
 
 def fail_on_one_rank() -> None:

@@ -34,12 +34,12 @@ byId("count").value = "11";
 submit();
 await until(() => byId("message").textContent === refusal.error.message);
 byId("count").value = "2";
-find("seed").value = "7";
+find("seed").value = "70001";
 submit();
 await until(() => byId("videos").children.length);
-assert.deepEqual(bodies[1], { prompt: queued.prompt, seed: "7", n: "2" });
+assert.deepEqual(bodies[1], { prompt: queued.prompt, seed: "70001", n: "2" });
 const card = byId("videos").children[0];
-assert.match(card.text, /0 of 2 videos · .* · seeds 7, 8/);
+assert.match(card.text, /0 of 2 videos · .* · seeds 70001, 70002/);
 
 // Its progress comes from the stream of events, in pieces of any size.
 await until(() => stream);
@@ -68,10 +68,10 @@ assert.equal(byId("compare").disabled, true);
 // Used again, its seeds are those of the form, which asks for no other number of videos.
 card.querySelectorAll("button").find((item) => item.textContent === "Use again").click();
 await until(() => byId("count").value === "1");
-assert.equal(find("seed").value, "7,8");
+assert.equal(find("seed").value, "70001,70002");
 
 // A search finds each of its seeds, also in a video that another client requests meanwhile.
-byId("search").value = "8";
+byId("search").value = "70002";
 byId("search").oninput();
 await until(() => !byId("videos").children.length);
 openJobs = [running];

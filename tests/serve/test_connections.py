@@ -80,7 +80,7 @@ def done() -> Work:
 
 @pytest.fixture
 def start(done: Work, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts a server with short limits in a thread; returns its port."""
+    """Starts a server with short limits in a thread; returns its port. A stop ends all work."""
     values = {"HEADER_SECONDS": HEADER, "IDLE_SECONDS": 0.4, "BODY_SECONDS": BODY}
     values |= {"BODY_PAUSE": PAUSE, "UNREAD_SECONDS": UNREAD, "_SWEEP": 0.1}
     for name, value in values.items():
@@ -89,7 +89,7 @@ def start(done: Work, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
     def start_server(max_connections: int) -> int:
         limits = Connections(max_connections, HEADER)
-        server = make_server(make_application(done), limits)
+        server = make_server(make_application(done), limits, on_stop=done.set)
         sockets = open_sockets("127.0.0.1", 0, limits)
         thread = threading.Thread(target=server.run, args=(sockets,))
         thread.start()
@@ -99,10 +99,9 @@ def start(done: Work, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         return int(sockets[0].getsockname()[1])
 
     yield start_server
-    done.set()
     for server, thread in servers:
         server.should_exit = True
-        thread.join(10)
+        thread.join(4)  # a server waits 5 s for requests that do not end
         assert not thread.is_alive()
 
 
@@ -250,6 +249,11 @@ def test_work_is_never_closed_for_others(start: Start, done: Work, clients: Exit
         clients.enter_context(open_connection(port))
     assert b" 200 OK" in fetch_answer(port)
     end_work(working, done)
+
+
+def test_a_stop_is_announced_to_requests(start: Start, done: Work, clients: ExitStack) -> None:
+    """The end of `start` checks it."""
+    start_requests(start(8), 1, done, clients)
 
 
 def test_when_all_work_others_are_turned_away(start: Start, done: Work, clients: ExitStack) -> None:

@@ -248,6 +248,7 @@ async def test_a_video_that_is_gone_at_the_start_is_made_again(tmp_path: Path) -
     jobs.service.journal.close()
     reopened = Jobs(jobs.folder, Limits(batch_size=1))
     assert (await reopened.get_video(name))["steps"] == [0, 6]
+    assert not [*(jobs.folder / "jobs" / name).iterdir()]
     (command,) = reopened.start_idle_ranks().job_groups[-1]
     assert command["job"] == name
 

@@ -38,7 +38,7 @@ Inputs = dict[str, Path]
 """The input files of a video, by flag."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Task:
     """How a small video of one task is requested: command line, Python and HTTP.
 
@@ -56,9 +56,9 @@ class Task:
 
     checkpoint: str
     settings: Mapping[str, Any]
-    inputs: Callable[[Path], Inputs] = lambda _: {}
     shape: tuple[int, int, int]
     python: type
+    inputs: Callable[[Path], Inputs] = lambda _: {}
     python_names: Mapping[str, str] = field(default_factory=dict)
     python_call: Mapping[str, Any] = field(default_factory=dict)
     fps: int = 16
@@ -167,86 +167,36 @@ def _character(folder: Path) -> Inputs:
 
 SMALL = {"size": (48, 32), "frame_num": 5}
 WIDE = {"size": (64, 32), "frame_num": 5}
+FROM_SOURCE = {**WIDE, "strength": 0.5}
+S2V = {"size": (96, 64), "infer_frames": 12}  # 12 - 3 and 12 frames
+LONG = {"size": (48, 32), "frame_num": 9, "chain": "latent"}
 TASKS: dict[str, Task] = {
-    "t2v": Task(checkpoint="t2v-A14B", settings=WIDE, shape=(5, 32, 64), python=wan.WanT2V),
-    "i2v": Task(
-        checkpoint="i2v-A14B",
-        settings=SMALL,
-        inputs=_image,
-        shape=(5, 32, 48),
-        python=wan.WanI2V,
-    ),
-    "ti2v": Task(
-        checkpoint="ti2v-5B",
-        settings=WIDE,
-        inputs=_image,
-        shape=(5, 32, 64),
-        fps=24,
-        python=wan.WanTI2V,
-    ),
-    "first and last": Task(
-        checkpoint="flf2v-14B",
-        settings=SMALL,
-        inputs=_both_ends,
-        shape=(5, 32, 48),
-        python=wan.WanI2V,
-    ),
-    "vace": Task(
-        checkpoint="vace-1.3B",
-        settings=SMALL,
-        inputs=_sources,
-        shape=(5, 32, 48),
-        python=wan.WanVace,
-    ),
-    "video to video": Task(
-        checkpoint="t2v-A14B",
-        settings={**WIDE, "strength": 0.5},
-        inputs=_source,
-        shape=(5, 32, 64),
-        python=wan.WanT2V,
-    ),
-    "image and video": Task(
-        checkpoint="ti2v-5B",
-        settings={**WIDE, "strength": 0.5},
-        inputs=_source_and_image,
-        shape=(5, 32, 64),
-        python=wan.WanTI2V,
-    ),
+    "t2v": Task("t2v-A14B", WIDE, (5, 32, 64), wan.WanT2V),
+    "i2v": Task("i2v-A14B", SMALL, (5, 32, 48), wan.WanI2V, _image),
+    "ti2v": Task("ti2v-5B", WIDE, (5, 32, 64), wan.WanTI2V, _image, fps=24),
+    "first and last": Task("flf2v-14B", SMALL, (5, 32, 48), wan.WanI2V, _both_ends),
+    "vace": Task("vace-1.3B", SMALL, (5, 32, 48), wan.WanVace, _sources),
+    "video to video": Task("t2v-A14B", FROM_SOURCE, (5, 32, 64), wan.WanT2V, _source),
+    "image and video": Task("ti2v-5B", FROM_SOURCE, (5, 32, 64), wan.WanTI2V, _source_and_image),
     "s2v": Task(
-        checkpoint="s2v-14B",
-        settings={"size": (96, 64), "infer_frames": 12},  # 12 - 3 and 12 frames
-        inputs=_sound,
-        shape=(21, 64, 64),
-        python=wan.WanS2V,
+        *("s2v-14B", S2V, (21, 64, 64), wan.WanS2V, _sound),
         python_names={"image": "ref_image_path", "audio": "audio_path"},
         python_call={"num_repeat": None},
         latents=False,
     ),
-    "animate": Task(
-        checkpoint="animate-14B",
-        settings={"frame_num": 5},  # two clips
-        inputs=_character,
-        shape=(8, 32, 48),
-        fps=30,
-        python=wan.WanAnimate,
+    "animate": Task(  # two clips, as the next ones
+        *("animate-14B", {"frame_num": 5}, (8, 32, 48), wan.WanAnimate, _character),
         python_names={"frame_num": "clip_len"},
+        fps=30,
         latents=False,
     ),
     "animate2": Task(
-        checkpoint="animate2-14B",
-        settings=SMALL,  # two clips
-        inputs=_driven_image,
-        shape=(8, 32, 48),
+        *("animate2-14B", SMALL, (8, 32, 48), wan.WanAnimate2, _driven_image),
         fps=24,
-        python=wan.WanAnimate2,
         latents=False,
     ),
     "long": Task(
-        checkpoint="i2v-A14B",
-        settings={"size": (48, 32), "frame_num": 9, "chain": "latent"},
-        inputs=_image,
-        shape=(13, 32, 48),
-        python=wan.WanI2V,
+        *("i2v-A14B", LONG, (13, 32, 48), wan.WanI2V, _image),
         prompts=(PROMPT, "a cat sits"),
         latents=False,
     ),

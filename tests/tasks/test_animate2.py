@@ -34,6 +34,7 @@ from wan.settings.command import NetworkFiles
 from wan.settings.errors import COMMAND_LINE_NAMING
 from wan.settings.presets import PRESETS
 from wan.tasks.animate2 import (
+    compute_content_offset,
     compute_frame_indices,
     fit_into,
     letterbox_frames,
@@ -131,7 +132,8 @@ def test_sizes_and_borders(image: tuple[int, int]) -> None:
     state = block.init_pipeline()(image=picture, width=160, height=96)
     params = make_video_params(PRESET, {"size": (160, 96), "frame_num": 5}, image)
     assert params.frame_size == (state.get("width"), state.get("height"))
-    _, _, rows, columns = state.get("crop_region")
+    top, left, rows, columns = state.get("crop_region")
+    assert compute_content_offset(params) == (left, top)
     assert params.video_size == (columns // 2 * 2, rows // 2 * 2)
     for resampling in ("BICUBIC", "BILINEAR"):
         processor = WanAnimate2VideoProcessor(resample=resampling.lower())

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import wan
 from tests.conftest import slow
@@ -24,7 +23,7 @@ from wan.configs import MAX_AREA_CONFIGS, SIZE_CONFIGS, SUPPORTED_SIZES, WAN_CON
 from wan.media.video_reader import read_video
 from wan.settings.flags import FLAGS
 
-QUICK: dict[str, Any] = {"frame_num": 5, "sampling_steps": 2, "seed": 7}
+QUICK: dict[str, Any] = {"frame_num": 1, "sampling_steps": 2, "seed": 7}
 SMALL: dict[str, Any] = {"size": (64, 32), **QUICK}
 LATENT: dict[str, Any] = {**SMALL, "output_type": "latent"}
 
@@ -66,28 +65,23 @@ def test_configs() -> None:
 
 
 def test_text_to_video(t2v) -> None:
-    video = t2v.generate("a cat", guide_scale=4, **SMALL)
+    """The latents decode to the video, with every `offload_model`."""
+    video = t2v.generate("a cat", guide_scale=4, **{**SMALL, "frame_num": 5})
     assert video.shape == (3, 5, 32, 64) and video.dtype == torch.float32
     assert video.min() >= -1 and video.max() <= 1
-    repeated = t2v.generate("a cat", guide_scale=(4.0, 4.0), offload_model=False, **SMALL)
-    assert torch.equal(video, repeated)
-
-
-def test_latents_decode_to_the_video(tiny) -> None:
-    model = wan.WanTI2V(WAN_CONFIGS["ti2v-5B"], tiny("ti2v-5B"))
-    video = model.generate("a cat", **SMALL)
-    latents = model.generate("a cat", **LATENT)
-    assert latents.shape == (48, 2, 2, 4)
-    assert torch.equal(model._pipeline.decode(latents), video)
+    args = {**LATENT, "frame_num": 5, "guide_scale": (4.0, 4.0), "offload_model": False}
+    latents = t2v.generate("a cat", **args)
+    assert latents.shape == (16, 2, 4, 8)
+    assert torch.equal(t2v._pipeline.decode(latents), video)
 
 
 @pytest.mark.parametrize("grouped", [slow(False), True])
 def test_many_videos(grouped: bool, t2v) -> None:
-    calls = ["a cat", {"input_prompt": "a dog", "seed": 8}, {"input_prompt": "a", "frame_num": 1}]
-    videos = list(t2v.generate_many(calls, group_by_expert=grouped, **SMALL))
+    calls = ["a cat", {"input_prompt": "a dog", "seed": 8}, {"input_prompt": "a", "frame_num": 5}]
+    latents = list(t2v.generate_many(calls, group_by_expert=grouped, **LATENT))
     single = [{"input_prompt": "a cat"}, *calls[1:]]
-    for video, call in zip(videos, single, strict=True):
-        assert torch.equal(video, t2v.generate(**{**SMALL, **call}))
+    for sample, call in zip(latents, single, strict=True):
+        assert torch.equal(sample, t2v.generate(**{**LATENT, **call}))
 
 
 def test_many_videos_are_checked_first(t2v, tiny) -> None:
@@ -134,17 +128,9 @@ def test_embeddings_replace_prompts(t2v) -> None:
     )
 
 
-def test_image_to_video(tiny, image_path: Path) -> None:
-    model = wan.WanI2V(WAN_CONFIGS["i2v-A14B"], tiny("i2v-A14B"))
-    args = {"max_area": 64 * 32, **QUICK}
-    video = model.generate("a cat", Image.open(image_path), **args)
-    assert video.shape == (3, 5, 32, 48)
-    assert torch.equal(model.generate("a cat", str(image_path), **args), video)
-
-
 def test_dense_folders_have_no_boundary(tiny) -> None:
     model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-1.3B"))
-    assert model.generate("a cat", size=(32, 32), **QUICK).shape == (3, 5, 32, 32)
+    assert model.generate("a cat", **LATENT).shape == (16, 1, 4, 8)
 
 
 def test_networks_that_a_tool_changed_stay(t2v, tiny) -> None:
@@ -156,8 +142,7 @@ def test_networks_that_a_tool_changed_stay(t2v, tiny) -> None:
         network.head.head.bias.data.add_(1)
     modified = [model.generate("a", **args) for _ in range(2)]
     assert torch.equal(modified[0], modified[1]) and not torch.equal(original, modified[0])
-    assert model.low_noise_model is model.low_noise_model
-    assert wan.WanTI2V(WAN_CONFIGS["ti2v-5B"], tiny("ti2v-5B")).model.num_heads == 24
+    assert wan.WanT2V("t2v-1.3B", tiny("t2v-1.3B")).model.num_heads == 12
     with pytest.raises(AttributeError, match="no attribute 'model'"):
         model.model  # noqa: B018
 
@@ -169,15 +154,13 @@ def test_an_edited_boundary_counts(t2v, tiny) -> None:
     assert not torch.equal(edited, t2v.generate("a", **LATENT))
 
 
-def test_an_edited_negative_prompt_counts(tiny) -> None:
+def test_an_edited_negative_prompt_counts(t2v, tiny) -> None:
     """The config's negative prompt is the default of each call."""
-    config = deepcopy(WAN_CONFIGS["ti2v-5B"])
+    config = deepcopy(WAN_CONFIGS["t2v-A14B"])
     config.sample_neg_prompt = "grey"
-    args = {"size": (32, 32), "output_type": "latent", **QUICK}
-    usual, edited = (wan.WanTI2V(variant, tiny("ti2v-5B")) for variant in ("ti2v-5B", config))
-    latents = edited.generate("a", **args)
-    assert torch.equal(latents, usual.generate("a", n_prompt="grey", **args))
-    assert not torch.equal(latents, usual.generate("a", **args))
+    latents = wan.WanT2V(config, tiny("t2v-A14B")).generate("a", **LATENT)
+    assert torch.equal(latents, t2v.generate("a", n_prompt="grey", **LATENT))
+    assert not torch.equal(latents, t2v.generate("a", **LATENT))
 
 
 def sparse(tiny, **settings) -> wan.WanT2V:
@@ -190,9 +173,6 @@ def test_refusals(t2v, tiny) -> None:
         "frame_num": {"frame_num": 6},
         "size": {"size": (60, 32)},
         "shift": {"shift": float("nan")},
-        "sampling_steps": {"sampling_steps": 0},
-        "guide_scale": {"guide_scale": -1},
-        "sample_solver": {"sample_solver": "nonsense"},
         "output_type": {"output_type": "pil"},
         "seed": {"seed": 1.5},
         "offload_model": {"offload_model": "perhaps"},
@@ -202,7 +182,6 @@ def test_refusals(t2v, tiny) -> None:
         "of another task": {"image": "cat.png"},
         "of another name": {"prompt": "a dog"},
         "of diffusers": {"num_inference_steps": 4},
-        "of ComfyUI": {"steps": 4},
         "misspelt": {"framenum": 5},
         "of the constructor": {"comm_type": 1},
         "of the constructor, as in ComfyUI": {"lora_path": "x"},
@@ -226,13 +205,12 @@ def test_refusals(t2v, tiny) -> None:
     model = sparse(tiny, sparse_start_step=1, sparsity=0.0, mask_refresh_interval=2)
     messages["one sparse step"] = get_refusal(model.generate, **usual)
     check_refusals("python: calls", messages)
-    assert model.generate("a", **{**LATENT, "sampling_steps": 3}).shape == (16, 2, 4, 8)
+    assert model.generate("a", **{**LATENT, "sampling_steps": 3}).shape == (16, 1, 4, 8)
 
 
 def test_a_model_describes_itself(t2v: wan.WanT2V, tiny: Any) -> None:
     facts = ("WanT2V t2v-A14B", str(tiny("t2v-A14B")), "CPU", "kernel PyTorch SDPA", "world_size 1")
-    for fact in (*facts, "comm_type 0", "offload_model True"):
-        assert fact in repr(t2v)
+    assert all(fact in repr(t2v) for fact in (*facts, "comm_type 0", "offload_model True"))
 
 
 @pytest.mark.parametrize("name", [name for name in wan.__all__ if name.startswith("Wan")])
@@ -310,10 +288,6 @@ def test_refused_settings(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
         "unknown": {"colour": "red"},
         "a long path": {"quant_dit_path": "x" * 5000},
         "a long number": {"sparse_start_step": 10**5000},
-        "a long choice": {"comm_type": 10**5000},
-        "a long truth": {"use_rainfusion": 10**5000},
-        "a long share": {"sparsity": "9" * 5000},
-        "long words": {"fused_ops": "x" * 5000},
         "attention_algo": {"attention_algo": "laser"},
         "cudnn": {"attention_backend": "cudnn"},
         "xfuser": {"attention_backend": "sdpa_math"},
@@ -336,28 +310,35 @@ def test_refused_settings(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_false_equals_the_default(tiny) -> None:
     settings = [name for name, flag in FLAGS.items() if flag.python == "load"]
     usual, off = (
-        wan.WanTI2V("ti2v-5B", tiny("ti2v-5B"), **options).generate("a", **LATENT)
+        wan.WanT2V("t2v-1.3B", tiny("t2v-1.3B"), **options).generate("a", **LATENT)
         for options in ({}, dict.fromkeys(settings, False) | {"text_kv_cache": None})
     )
     assert torch.equal(usual, off)
 
 
 def test_folders_as_text_or_as_paths(tiny, tmp_path: Path) -> None:
-    folder = quantize_checkpoint(tiny("ti2v-5B"), tmp_path / "q")
-    args = {**LATENT, "size": (32, 32), "frame_num": 1, "sampling_steps": 1}
-    common: dict[str, Any] = {"device": "cpu"}
-    latents = [
-        wan.WanTI2V("ti2v-5B", tiny("ti2v-5B"), quant_dit_path=path, **common).generate("a", **args)
-        for path in (None, folder, str(folder))
+    folder = tiny("t2v-1.3B")
+    quantized = quantize_checkpoint(folder, tmp_path / "q")
+    models = [
+        wan.WanT2V("t2v-1.3B", path, quant_dit_path=quant_path, device="cpu")
+        for path, quant_path in (
+            (folder, None),
+            (folder, quantized),
+            (str(folder), str(quantized)),
+        )
     ]
-    assert torch.equal(latents[1], latents[2]) and not torch.equal(latents[0], latents[1])
+    args = {**LATENT, "sampling_steps": 1}
+    plain, *latents = [model.generate("a", **args) for model in models]
+    assert torch.equal(*latents) and not torch.equal(plain, latents[0])
 
 
 def test_timesteps_may_be_an_array(tiny) -> None:
-    model, steps = wan.WanT2V("t2v-1.3B", tiny("t2v-1.3B")), [1000.0, 757.0]
-    small = {"size": (32, 32), "frame_num": 1, "seed": 1, "sample_solver": "euler"}
-    latents = [
-        model.generate("a", timesteps=kind(steps), output_type="latent", **small)
+    model = wan.WanT2V("t2v-1.3B", tiny("t2v-1.3B"))
+    args = {"size": (32, 32), "frame_num": 1, "seed": 1, "sample_solver": "euler"}
+    calls = [
+        {"input_prompt": "a", "timesteps": kind([1000.0, 757.0])}
         for kind in (tuple, list, np.array, torch.tensor)
     ]
-    assert all(torch.equal(sample, latents[0]) for sample in latents)
+    args |= {"output_type": "latent", "guide_scale": 1.0}
+    first, *others = model.generate_many(calls, **args)
+    assert all(torch.equal(sample, first) for sample in others)

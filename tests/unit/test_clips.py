@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,11 +54,7 @@ class FakePipeline:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.decoded: list[tuple[Tensor, Tensor]] = []
         self.clip_images: list[Tensor] = []
-        self.stage_timer, self.work_sharing, self.vae = (
-            StageTimer(lambda: None),
-            WorkSharing(),
-            object(),
-        )
+        self.stage_timer, self.work_sharing, self.vae = StageTimer(), WorkSharing(), object()
         self.torch_device, self.experts, self.overlap_decoding = torch.device("cpu"), self, False
         self.cached_prompt_embeds: dict[str, Tensor] = {}
         self.run_on_rank0 = self.work_sharing.run_on_rank0
@@ -266,6 +264,44 @@ def test_all_ranks_decode_again_what_the_main_rank_could_not(failed: bool) -> No
     assert len(decoded) == len(expected) and all(map(torch.equal, decoded, expected))
 
 
+@pytest.mark.parametrize("chain", ["frame", "latent"])
+def test_a_long_video_may_go_on_after_its_last_clip(chain: str) -> None:
+    values = {**SAMPLING, "chain": chain, "frame_num": 5, "max_area": 64 * 48}
+    states = []
+    for num_clips in (1, 2):
+        params = make_video_params(PRESETS["i2v-A14B"], values | {"num_clip": num_clips}, (64, 48))
+        pipeline: Any = FakePipeline()
+        first, *_ = generate_clips(pipeline, params, Inputs(image=picture(64, 48)))
+        states.append(first.state)
+    assert torch.equal(*states)
+
+
+def test_a_failure_waits_for_the_clip_that_is_decoded_meanwhile() -> None:
+    """The next attempt may need the VAE."""
+    values = {**SAMPLING, "chain": "latent", "num_clip": 2, "frame_num": 5, "max_area": 64 * 48}
+    request = make_video_params(PRESETS["i2v-A14B"], values, (64, 48))
+    pipeline: Any = FakePipeline()
+    pipeline.is_main = pipeline.overlap_decoding = True
+    pipeline.device = SimpleNamespace(torch_device=pipeline.torch_device)
+    failed, decoded = Event(), Event()
+
+    def decode_alone(*_: object) -> None:
+        failed.wait(10)
+        time.sleep(0.02)
+        decoded.set()
+
+    def denoise(loop: Any) -> Tensor:
+        if pipeline.calls:
+            failed.set()
+            raise MemoryError
+        return loop.advance(pipeline)
+
+    pipeline.vae_runner, pipeline.denoise = SimpleNamespace(decode_alone=decode_alone), denoise
+    with pytest.raises(MemoryError):
+        list(generate_clips(pipeline, request, Inputs(image=picture(64, 48))))
+    assert decoded.is_set()
+
+
 def test_frames_past_the_end_of_a_video() -> None:
     """The frames run back and forth; neither the last nor the first frame comes twice in a row."""
     assert make_ping_pong_indices(0, 4, 4) == [0, 1, 2, 3]
@@ -326,12 +362,10 @@ def test_the_picture_of_a_speaker() -> None:
     assert lit.shape == (448, 832) and lit[:, 28:-28].all()
     assert not lit[:, :28].any() and not lit[:, -28:].any()
     image = picture(100, 64)
-    assert (
-        np.asarray(speech2video.fit_image_to_size(image, (64, 64))) == np.asarray(image)[:, 18:82]
-    ).all()
-    high = speech2video.fit_image_to_size(
-        image.transpose(Image.Transpose.ROTATE_90), (128, 64)
-    ).convert("L")
+    square = np.asarray(speech2video.fit_image_to_size(image, (64, 64)))
+    assert (square == np.asarray(image)[:, 18:82]).all()
+    turned = image.transpose(Image.Transpose.ROTATE_90)
+    high = speech2video.fit_image_to_size(turned, (128, 64)).convert("L")
     assert (np.asarray(high)[:, 31:97] > 0).mean() > 0.95 and not np.asarray(high)[:, :30].any()
 
 

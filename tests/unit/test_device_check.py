@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import check_steps
-from tests.dist import REPO, TORCHRUN, Ranks
+from tests.dist import REPO, TORCHRUN
 from tests.refusals import check_refusals
 from tools.check_device import ENDED, main, merge_outcomes
 from tools.device_check.steps import (
@@ -93,18 +92,13 @@ def test_every_way_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "is 1 GB/s" in output and f"wrong: {wrong}" in output
 
 
-def run_interruptible_check(file: str) -> int:
-    steps = check_steps.make_step(check_steps.good), check_steps.make_step(check_steps.hangs)
-    return main(["--device", "cpu", "--json", file], steps)
-
-
-@pytest.mark.dist
-def test_an_interrupted_check_writes_its_measurements(tmp_path: Path) -> None:
+def test_an_interrupted_check_writes_its_measurements(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "report.json"
-    with Ranks([{"PYTHONUNBUFFERED": "1"}], run_interruptible_check, str(file)) as check:
-        check.wait_for_output(0, "good")
-        os.kill(check.processes[0].pid, signal.SIGTERM)
-        assert check.wait_for_exit()[0] == 143 and "is 1 GB/s" in check.texts[0]
+    steps = [check_steps.make_step(step) for step in (check_steps.good, check_steps.interrupts)]
+    assert main(["--device", "cpu", "--json", str(file)], tuple(steps)) == 143
+    assert "is 1 GB/s" in capsys.readouterr().out
     assert json.loads(file.read_text())["verdict"] == "interrupted"
     assert verdicts(file) == {"good": OK}
 

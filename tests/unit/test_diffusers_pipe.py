@@ -8,7 +8,9 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +43,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def video(tiny: Any) -> Video:
-    return Video(tiny("t2v-1.3B", "diffusers"), size=(96, 64), steps=2)
-
-
-@pytest.fixture
-def pipe(video: Video) -> Any:
-    return video.pipe()
+    return Video(tiny("t2v-1.3B", "diffusers"), size=(96, 64), frames=5, steps=2)
 
 
 @pytest.fixture(scope="module")
-def expected(video: Video) -> Tensor:
-    return video.latents(video.pipe())
+def make_pipe(video: Video) -> Callable[[], Any]:
+    return partial(deepcopy, video.pipe())
+
+
+@pytest.fixture
+def pipe(make_pipe: Callable[[], Any]) -> Any:
+    return make_pipe()
+
+
+@pytest.fixture(scope="module")
+def expected(video: Video, make_pipe: Callable[[], Any]) -> Tensor:
+    return video.latents(make_pipe())
 
 
 def reuse_as_second_expert(pipe: Any) -> Any:
@@ -79,41 +86,21 @@ def load_lora(pipe: Any) -> None:
     pipe.load_lora_weights(weights)
 
 
-class Int8(torch.nn.Module):
-    """A quantised linear layer with an int8 weight, as quantisation libraries insert it."""
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
-        weight = linear.weight.detach()
-        self.scale, self.bias = weight.abs().amax(1, keepdim=True) / 127, linear.bias
-        self.register_buffer("weight", (weight / self.scale).round().to(torch.int8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.weight * self.scale, self.bias)
-
-
-def quantize_layers(pipe: Any) -> None:
-    for block in pipe.transformer.blocks:
-        for name, layer in list(block.named_modules()):
-            if isinstance(layer, torch.nn.Linear):
-                parent, _, child = name.rpartition(".")
-                setattr(block.get_submodule(parent), child, Int8(layer))
-
-
 CHANGES: dict[str, Callable[[Any], object]] = {
     "nothing": lambda pipe: None,
     "fused projections": lambda pipe: pipe.transformer.fuse_qkv_projections(),
     "group offloading": offload_groups,
     "LoRA": load_lora,
-    "weights in int8": quantize_layers,
     "weights in FP8": lambda pipe: pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_of_a_pipeline_stay_compatible(video: Video, expected: Tensor, change: str) -> None:
+def test_changes_of_a_pipeline_stay_compatible(
+    video: Video, make_pipe: Callable[[], Any], expected: Tensor, change: str
+) -> None:
     """Changes made before and after parallelize_pipe, also with a cache that skips no block."""
-    plain, changed_before, changed_after = (video.pipe() for _ in range(3))
+    plain, changed_before, changed_after = (make_pipe() for _ in range(3))
     CHANGES[change](plain), CHANGES[change](changed_before)
     reference = video.latents(plain)
     assert torch.equal(reference, expected) != (change == "LoRA" or change.startswith("weights"))
@@ -124,7 +111,6 @@ def test_changes_of_a_pipeline_stay_compatible(video: Video, expected: Tensor, c
 
 
 SCHEDULERS = {
-    "FlowMatchLCMScheduler": {},
     "LTXEulerAncestralRFScheduler": {},
     "FlowMatchHeunDiscreteScheduler": {},
     "DPMSolverMultistepScheduler": {
@@ -136,9 +122,9 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_samplers_of_diffusers(video: Video, name: str) -> None:
+def test_samplers_of_diffusers(video: Video, make_pipe: Callable[[], Any], name: str) -> None:
     """Each forward pass of a scheduler is a step; Heun's has two passes a step."""
-    plain, parallelized = video.pipe(), video.pipe()
+    plain, parallelized = make_pipe(), make_pipe()
     for pipe in (plain, parallelized):
         pipe.scheduler = getattr(diffusers, name)(**SCHEDULERS[name])
     num_passes = 3 if "Heun" in name else 2
@@ -162,16 +148,6 @@ def test_deparallelize_restores_a_pipeline(video: Video, pipe: Any, expected: Te
     transformer = parallelize_transformer(pipe.transformer)
     assert (video.latents(pipe) - expected).abs().max() <= TOLERANCE
     deparallelize(transformer)
-    assert torch.equal(video.latents(pipe), expected)
-
-
-def test_deparallelize_refuses_below_an_offload(video: Video, pipe: Any, expected: Tensor) -> None:
-    """The offload's hooks are outside of ours, and must be removed first."""
-    cpu_offload_with_hook(parallelize_pipe(pipe).transformer, "cpu")
-    assert get_refusal(deparallelize, pipe)
-    remove_hook_from_module(pipe.transformer, recurse=True)
-    assert not torch.equal(video.latents(pipe), expected), "ours are still there"
-    deparallelize(pipe)
     assert torch.equal(video.latents(pipe), expected)
 
 
@@ -222,9 +198,10 @@ REFUSED: dict[str, Callable[[Any], object]] = {
 }
 
 
-def test_pipelines_and_keywords_that_are_refused(video: Video, pipe: Any) -> None:
+def test_pipelines_and_keywords_that_are_refused(make_pipe: Callable[[], Any]) -> None:
+    pipe = make_pipe()
     messages = {case: get_refusal(call, pipe) for case, call in UNTOUCHED.items()}
-    messages |= {case: get_refusal(call, video.pipe()) for case, call in REFUSED.items()}
+    messages |= {case: get_refusal(call, make_pipe()) for case, call in REFUSED.items()}
     check_refusals("diffusers: calls", messages, [r"(?<=attention backend )\S+(?=;)"])
 
 
@@ -238,12 +215,12 @@ def test_a_script_for_ranks_runs_on_one_process(
     torch.testing.assert_close(video.latents(pipe), alone, atol=2e-5, rtol=0)
 
 
-def test_refused_when_called(video: Video, pipe: Any) -> None:
+def test_refused_when_called(video: Video, make_pipe: Callable[[], Any]) -> None:
     """Refusals that depend on the call; afterwards, the pipeline still generates videos.
 
     Also diffusers' own cache together with ours, and calls of the network without the pipeline.
     """
-    messages, sparse = {}, {"use_rainfusion": True}
+    pipe, messages, sparse = make_pipe(), {}, {"use_rainfusion": True}
     parallelize_pipe(pipe, **sparse, sparse_start_step=2)
     messages["too few steps for sparsity"] = get_refusal(video.latents, pipe)
     apply_cache_on_pipe(deparallelize(pipe), "first_block")
@@ -253,7 +230,7 @@ def test_refused_when_called(video: Video, pipe: Any) -> None:
     parallelize_pipe(pipe, **sparse, sparse_start_step=0)
     network_inputs = torch.zeros(1, 16, 3, 8, 12), torch.tensor([5]), torch.zeros(1, 4, 64)
     messages["the network alone"] = get_refusal(pipe.transformer, *network_inputs)
-    shares = video.pipe()
+    shares = make_pipe()
     shares.transformer = pipe.transformer
     messages["another pipeline"] = get_refusal(video.latents, shares)
     deparallelize(pipe), parallelize_pipe(pipe)
@@ -305,26 +282,18 @@ def test_refusals_of_single_classes(tmp_path: Path, caplog: pytest.LogCaptureFix
     check_refusals("diffusers: classes", messages)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ClassifierFreeZeroStarGuidance",
-        "AdaptiveProjectedGuidance",
-        "TangentialClassifierFreeGuidance",
-    ],
-)
-def test_guiders_of_two_predictions(name: str) -> None:
+def test_guiders_of_two_predictions() -> None:
     case = CASES["modular"]()
-    case.pipe.update_components(guider=getattr(diffusers, name)(guidance_scale=4.0))
+    guider = diffusers.ClassifierFreeZeroStarGuidance(guidance_scale=4.0)
+    case.pipe.update_components(guider=guider)
     expected = case.make_latents()
     apply_cache_on_pipe(case.pipe, "steps:0,1,2", force=True)
     assert (case.make_latents() - expected).abs().max() <= TOLERANCE
 
 
-def test_a_pipeline_in_bfloat16_may_cache_guidance(video: Video) -> None:
+def test_a_pipeline_in_bfloat16_may_cache_guidance(video: Video, pipe: Any) -> None:
     steps = replace(video, steps=12)
-    pipe = video.pipe().to(torch.bfloat16)
-    latents = steps.latents(apply_cache_on_pipe(pipe, "cfg"))
+    latents = steps.latents(apply_cache_on_pipe(pipe.to(torch.bfloat16), "cfg"))
     assert latents.isfinite().all()
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from wan.app import flag_parser
-from wan.app.resolve import resolve_command_line
 from wan.settings.attention import Attention
 from wan.utils import env
 
@@ -58,12 +58,7 @@ def test_other_values_are_refused() -> None:
 
 
 def attention(*argv: str) -> Attention:
-    def no_demo(*_: object) -> None:
-        raise AssertionError("nothing is made for a plan")
-
-    return resolve_command_line(
-        flag_parser.parse_flags(["--plan", *argv]), no_demo, plan=True
-    ).setup.attention
+    return resolve_plan(*argv).setup.attention
 
 
 def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:

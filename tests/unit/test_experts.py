@@ -22,7 +22,7 @@ from wan import device
 from wan.checkpoint.load import open_sources, read_headers
 from wan.checkpoint.merge_lora import merge_loras
 from wan.pipeline.batch import Batch, Job
-from wan.pipeline.denoise import DenoisingLoop, compute_model_kwargs
+from wan.pipeline.denoise import DenoisingLoop, NeverCancelled, compute_model_kwargs
 from wan.pipeline.pipeline import Experts, LazyModule
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import count_noise_samples, make_noise_schedule
@@ -168,9 +168,11 @@ def test_branches_share_what_a_network_computes_for_a_clip() -> None:
 def test_grouped_videos_keep_only_latents() -> None:
     """All denoising state is freed before the first decoding; each expert loads once.
 
-    The first video has no step of the first expert. The seconds of a video are those of all parts.
+    Each is cancelled by itself; its seconds are those of all parts. The first video has no step of
+    the first expert.
     """
     settings = ({"base_seed": 0, "refine": True}, {"base_seed": 1})
+    points = [NeverCancelled(), NeverCancelled()]
     source, loops = Recorder(), list[weakref.ref[DenoisingLoop]]()
 
     def prepare_loop(*_: object) -> DenoisingLoop:
@@ -180,6 +182,7 @@ def test_grouped_videos_keep_only_latents() -> None:
 
     def denoise(video: DenoisingLoop, num_experts: int) -> torch.Tensor:
         time.sleep(0.01)
+        assert pipeline.cancellation_point is points[video.params.base_seed]
         return video.advance(source, num_experts=num_experts)
 
     cpu_device = SimpleNamespace(torch_device=torch.device("cpu"), empty_cache=lambda: None)
@@ -194,7 +197,10 @@ def test_grouped_videos_keep_only_latents() -> None:
         set_offload=lambda _: None,
         release=lambda _: None,
     )
-    jobs = [Job("a line", make_six_steps(**values)[0], NO_INPUTS) for values in settings]
+    jobs = [
+        Job("a line", make_six_steps(**values)[0], NO_INPUTS, cancellation_point=point)
+        for values, point in zip(settings, points, strict=True)
+    ]
     batch = Batch(pipeline, jobs, group_by_expert=True)
 
     def make(_: Job, latents: Any) -> torch.Tensor:

@@ -6,20 +6,16 @@ import json
 import math
 import shutil
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
-import diffusers
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 import wan
+from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals, get_refusal
-from wan.app import flag_parser
-from wan.app.resolve import resolve_command_line
 from wan.app.run import Run
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.pipeline.scheduler import make_solver
@@ -27,14 +23,11 @@ from wan.settings import recipes
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
-from wan.settings.solvers import SOLVERS
-from wan.tasks.base import VideoParams, make_base_inputs, make_noise_sampler, make_video_params
+from wan.tasks.base import VideoParams, make_base_inputs, make_video_params
 
 
 def plan_run(arguments: str) -> Run:
-    return resolve_command_line(
-        flag_parser.parse_flags(["--plan", *arguments.split()]), lambda *_: None, plan=True
-    )
+    return resolve_plan(*arguments.split())
 
 
 def request(task: str = "t2v-A14B", **values: Any) -> VideoParams:
@@ -71,30 +64,19 @@ def test_the_first_latents_are_noise_of_the_first_level() -> None:
 
 
 def test_rcm_levels() -> None:
+    """A run starts from noise of the first level."""
     four = {"sample_solver": "rcm", "sample_steps": 4}
-    for first, share in ((80, 0.9877), (200, 0.9950), (1600, 0.9994)):
-        plan = make_noise_schedule(request(**four, sigma_max=first))
+    table = {("t2v-A14B", 80): 0.9877, ("t2v-A14B", 200): 0.9950, ("t2v-A14B", 1600): 0.9994}
+    table |= {("t2v-A14B", None): 0.9877, ("i2v-A14B", None): 0.9950}
+    for (task, first), share in table.items():
+        plan = make_noise_schedule(request(task, **four, sigma_max=first))
         np.testing.assert_allclose(plan.sigmas, [share, 0.9338, 0.8529, 0.6090, 0], atol=5e-5)
-        angles = (math.atan(first), 1.5, 1.4, 1.0)
-        expected = [math.sin(t) / (math.sin(t) + math.cos(t)) for t in angles]
-        np.testing.assert_allclose(plan.sigmas[:-1], expected, atol=1e-15)
-        two = make_noise_schedule(request(sample_solver="rcm", sample_steps=2, sigma_max=first))
+        two = make_noise_schedule(request(task, **four | {"sample_steps": 2}, sigma_max=first))
         assert two.sigmas == (*plan.sigmas[:2], 0)
-    # a run starts from noise of the first level
-    for task, share in (("t2v-A14B", 0.9877), ("i2v-A14B", 0.995)):
-        assert make_noise_schedule(request(task, **four)).sigmas[0] == pytest.approx(
-            share, abs=5e-5
-        )
-
-
-def run_steps(
-    params: VideoParams, velocities: Tensor, start: Tensor, draw: Any = None
-) -> list[Tensor]:
-    solver, timesteps = make_solver(params, make_noise_schedule(params), draw)
-    latents = [start]
-    for t, v in zip(timesteps, velocities, strict=True):
-        latents.append(solver.step(v, t.float(), latents[-1], return_dict=False)[0])
-    return latents[1:]
+        if first is not None:
+            angles = (math.atan(first), 1.5, 1.4, 1.0)
+            expected = [math.sin(t) / (math.sin(t) + math.cos(t)) for t in angles]
+            np.testing.assert_allclose(plan.sigmas[:-1], expected, atol=1e-15)
 
 
 STEPS = {
@@ -111,37 +93,18 @@ def test_steps_against_the_formulas_in_float64() -> None:
         params, generator = request(**values), torch.Generator().manual_seed(0)
         plan, count = make_noise_schedule(params), params.sample_steps
         velocities = torch.randn(count, 3, 4, generator=generator)
-        start, *fresh = torch.randn(10, 3, 4, generator=generator)
-        latents = run_steps(params, velocities, start, iter(fresh).__next__)
-        x = start.double()
-        for index in range(count):
+        x, *fresh = torch.randn(10, 3, 4, generator=generator)
+        solver, timesteps = make_solver(params, plan, iter(fresh).__next__)
+        for index, v in enumerate(velocities):
             sigma, next_sigma = plan.sigmas[index : index + 2]
-            v = velocities[index].double()
             if params.sample_solver == "euler" or params.ode:
-                expected = x + (next_sigma - sigma) * v
+                expected = x.double() + (next_sigma - sigma) * v.double()
             else:
-                expected = (1 - next_sigma) * (x - sigma * v) + next_sigma * fresh[index].double()
-            x = latents[index].double()
-            assert torch.allclose(x, expected, rtol=1e-7, atol=1e-7), (name, index)
+                clean = x.double() - sigma * v.double()
+                expected = (1 - next_sigma) * clean + next_sigma * fresh[index].double()
+            (x,) = solver.step(v, timesteps[index].float(), x, return_dict=False)
+            assert torch.allclose(x.double(), expected, rtol=1e-7, atol=1e-7), (name, index)
     assert make_noise_schedule(request(**STEPS["dmd"])).sigmas == (1.0, 0.757, 0.522, 0.0)
-
-
-def test_euler_is_diffusers() -> None:
-    params = request(**STEPS["euler"])
-    velocities, start = torch.randn(4, 2, 3), torch.randn(2, 3)
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(sigmas=make_noise_schedule(params).sigmas[:-1])
-    x, latents = start, run_steps(params, velocities, start)
-    for index, t in enumerate(scheduler.timesteps):
-        x = scheduler.step(velocities[index], t, x, return_dict=False)[0]
-        assert torch.equal(latents[index], x)
-
-
-def test_noise_is_drawn_anew() -> None:
-    draw, redraw = (make_noise_sampler(request(base_seed=3), torch.device("cpu")) for _ in range(2))
-    first, second = draw(), draw()
-    assert torch.equal(redraw(), first) and not torch.equal(first, second)
-    assert torch.equal(redraw(), second) and first.shape == (16, 2, 8, 8)
 
 
 def test_experts_by_step() -> None:
@@ -196,8 +159,9 @@ def test_recipes() -> None:
 
 
 def test_recipes_are_recognised_by_names() -> None:
+    """The name of a folder around a base model is not its own."""
     lightning = "Wan2.2-Lightning/Wan2.2-T2V-A14B-4steps-lora-rank64-V1/x"
-    for name, task, *expected_recipes in (
+    for name, task, *expected in (
         (lightning, "t2v-A14B", "lightning-4step"),
         ("wan2.2_i2v_A14b_high_noise_lightx2v_4step.safetensors", "i2v-A14B", "distill-4step"),
         ("Wan2.2-Distill-Models", "t2v-A14B", "distill-4step"),
@@ -205,30 +169,22 @@ def test_recipes_are_recognised_by_names() -> None:
         ("TurboWan2.2-I2V-A14B-720P", "i2v-A14B", "rcm-4step"),
         ("Wan2.2-T2V-A14B", "t2v-A14B"),
         ("Wan2.2-Lightning", "ti2v-5B"),
+        ("Wan2.2-Lightning/Wan2.2-T2V-A14B", "t2v-A14B"),
+        ("rCM-Wan/Wan2.2-T2V-A14B", "t2v-A14B"),
     ):
-        path = Path("/models") / name
-        locations = ([], [path]) if "ora" in name or "Lightning" in name else ([path], [])
-        assert recipes.choose_recipes("auto", *locations, PRESETS[task])[0] == tuple(
-            expected_recipes
-        ), name
-        assert recipes.choose_recipes("none", *locations, PRESETS[task]) == ((), {}), name
-
-
-def test_a_folder_around_a_base_model_shows_no_recipe() -> None:
-    for name in ("Wan2.2-Lightning/Wan2.2-T2V-A14B", "rCM-Wan/Wan2.2-T2V-A14B"):
-        assert recipes.choose_recipes("auto", [Path(name)], [], PRESETS["t2v-A14B"])[0] == ()
+        path, preset = Path("/models") / name, PRESETS[task]
+        locations = ([], [path]) if "lora" in name else ([path], [])
+        assert recipes.choose_recipes("auto", *locations, preset)[0] == (*expected,), name
+        assert recipes.choose_recipes("none", *locations, preset) == ((), {}), name
 
 
 def test_a_recipe_replaces_the_schedule_of_a_record(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    path.write_text(json.dumps({"settings": plan_run("--sample_steps 30").settings}))
     settings = plan_run("--sample_steps 30 --frame_num 33 --fps 9").settings
     path.write_text(json.dumps({"settings": settings}))
     replayed = plan_run(f"--from_json {path} --recipe lightning-4step")
-    assert (replayed.params.frame_num, replayed.output.fps) == (
-        33,
-        9,
-    )  # which the recipe does not set
+    kept = replayed.params.frame_num, replayed.output.fps  # which the recipe does not set
+    assert kept == (33, 9)
     run = plan_run(f"--from_json {path} --recipe rcm-4step --ode").params
     assert (run.sample_solver, run.sample_steps, run.uses_guidance) == ("rcm", 4, False)
     path.write_text(json.dumps({"settings": plan_run("--recipe lightning-4step").settings}))
@@ -263,20 +219,11 @@ def test_python_classes_take_a_recipe(tiny: Any) -> None:
     """A recipe sets only the arguments that the call leaves out."""
     model = wan.WanT2V("t2v-A14B", tiny("t2v-A14B"))
     common: dict[str, Any] = {"size": (32, 32), "frame_num": 1, "seed": 2, "output_type": "latent"}
-    latents = model.generate("a cat", **common, recipe="lightning-4step")
     four = {"sample_solver": "euler", "sampling_steps": 4, "shift": 5.0, "guide_scale": 1.0}
-    assert torch.equal(latents, model.generate("a cat", **common, **four))
-    three = model.generate("a cat", **common, recipe="lightning-4step", sampling_steps=3)
-    assert torch.equal(three, model.generate("a cat", **common, **four | {"sampling_steps": 3}))
-    default_settings = {
-        "sampling_steps": 50,
-        "guide_scale": 5.0,
-        "shift": 5.0,
-    }  # generate's own defaults
-    fifty = model.generate("a cat", **common, recipe="lightning-4step", **default_settings)
-    assert torch.equal(
-        fifty, model.generate("a cat", **common, **default_settings, sample_solver="euler")
-    )
+    usual = {"sampling_steps": 50, "guide_scale": 5.0, "shift": 5.0}  # generate's own defaults
+    for given in ({}, {"sampling_steps": 3}, usual):
+        latents = model.generate("a cat", **common, **given, recipe="lightning-4step")
+        assert torch.equal(latents, model.generate("a cat", **common, **four | given))
     with pytest.raises(InputError, match="recipe=fastwan-3step is for ti2v-5B, not for t2v-A14B"):
         model.generate("a cat", **common, recipe="fastwan-3step")
 
@@ -286,13 +233,12 @@ def test_last_images(tiny: Any, image_path: Path) -> None:
     table = {
         "t2v-A14B": last,
         "ti2v-5B": f"{image} {last}",
-        "i2v-14B": f"{image} {last}",
+        "i2v-14B": f"--ckpt_dir {tiny('i2v-14B')} {image} {last}",
         "flf2v-14B": image,
         "i2v-A14B": f"{image} {last} --frame_num 1",
     }
     messages = {
-        task: get_refusal(plan_run, f"--task {task} --ckpt_dir {tiny(task)} {images}")
-        for task, images in table.items()
+        task: get_refusal(plan_run, f"--task {task} {images}") for task, images in table.items()
     }
     flf2v = f"--task flf2v-14B --ckpt_dir {tiny('i2v-14B')} {image}"
     messages["flf2v-14B of one image"] = get_refusal(plan_run, flf2v)
@@ -327,45 +273,9 @@ def test_networks_that_need_more_are_named(tiny: Any, tmp_path: Path) -> None:
 def test_turbo_weights_attend_densely(tiny: Any, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "TurboWan2.1-T2V-1.3B"))
     file = folder / "diffusion_pytorch_model.safetensors"
-    plain, name = (
-        inspect_checkpoint(folder).experts["dit"],
-        "blocks.0.self_attn.attn_op.proj_l.weight",
-    )
+    plain = inspect_checkpoint(folder).experts["dit"]
+    name = "blocks.0.self_attn.attn_op.proj_l.weight"
     save_file({**load_file(file), name: torch.zeros(2, 2)}, file)
     turbo = inspect_checkpoint(folder).experts["dit"]
     assert turbo.sparse_linear and not plain.sparse_linear
     assert turbo.tensors.keys() == plain.tensors.keys()
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_every_solver_follows_a_known_flow(solver: str) -> None:
-    """All noise flows straight to one video: velocity (x - video) / sigma, for any latents x.
-
-    A step to the next sigma leaves the share of noise that this sigma is, exactly if it draws none.
-    """
-    generator = torch.Generator().manual_seed(3)
-    shape, exact = (4, 3, 16, 16), {"generator": generator, "dtype": torch.float64}
-    video = torch.randn(shape, **exact)
-    settings: dict[str, Any] = {"sample_steps": 4 if solver == "rcm" else 12}
-    for values in (settings, {"timesteps": (1000.0, 700.5, 322.0, 3.25)}):
-        if "timesteps" in values and not SOLVERS[solver].takes_any_timesteps:
-            continue
-        params, drawn = request(sample_solver=solver, **values), list[Tensor]()
-
-        def draw(drawn: list[Tensor] = drawn) -> Tensor:
-            drawn.append(torch.randn(shape, **exact))
-            return drawn[-1]
-
-        plan, x = make_noise_schedule(params), torch.randn(shape, **exact)
-        stepper, timesteps = make_solver(params, plan, draw)
-        assert isinstance(stepper, resolve_name(SOLVERS[solver].factory))
-        for index, (timestep, sigma) in enumerate(zip(timesteps, plan.sigmas, strict=False)):
-            velocity, next_sigma = (x - video) / sigma, plan.sigmas[index + 1]
-            straight, num_drawn = video + next_sigma * velocity, len(drawn)
-            (x,) = stepper.step(velocity, timestep, x, return_dict=False)
-            assert x.isfinite().all()
-            if len(drawn) == num_drawn:
-                assert torch.allclose(x, straight, atol=1e-5), index
-            noise = x - (1 - next_sigma) * video
-            assert noise.std().item() == pytest.approx(next_sigma, rel=0.1, abs=1e-5), index
-        assert torch.allclose(x, video, atol=1e-5)

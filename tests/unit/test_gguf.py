@@ -232,13 +232,13 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     check_refusals("gguf: files", messages)
 
 
-def test_500_damaged_headers(file: Path, tmp_path: Path) -> None:
+def test_damaged_headers(file: Path, tmp_path: Path) -> None:
     """Either a refusal, or a header with tensors inside the file; fast and with little memory."""
     content, chance, refused = file.read_bytes(), random.Random(0), 0
     data = min(info.data_offset for info in read_file_headers(file).values())
     memory_before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     path = tmp_path / "damaged.gguf"
-    for number in range(500):
+    for number in range(250):
         damaged = bytearray(content)
         offset = chance.randrange(data)
         damage_kind = number % 5
@@ -261,7 +261,7 @@ def test_500_damaged_headers(file: Path, tmp_path: Path) -> None:
             refused += 1
         else:
             assert all(i.data_offset + i.nbytes <= len(damaged) for i in headers.values())
-    assert refused > 250
+    assert refused > 125
     assert time.monotonic() - started < 60
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before < 64 << 10  # kB
 
@@ -304,13 +304,13 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_from_gguf_is_that_of_its_values(
     task: str, kind: str, precision: str, tiny: Any, request: Any, tmp_path: Path, one_thread: None
 ) -> None:
-    """Weights kept, upcast, and streamed by block; Q6_K of narrow rows is flattened and upcast."""
+    """Weights kept, and streamed by block; Q6_K of narrow rows is flattened and upcast."""
     source = request.getfixturevalue("wide") if task == "wide" else tiny(task)
     source = Path(shutil.copytree(source, tmp_path / ("t2v-1.3B" if task == "wide" else task)))
     files, plain = make_gguf_folders(source, kind, tmp_path)
     arguments = ["--sample_steps", "2", "--precision", precision]
     expected = generate_quick_latents(plain, *arguments)
-    for weight_mode, offload in (("keep", "true"), ("upcast", "true"), ("auto", "block")):
+    for weight_mode, offload in (("keep", "true"), ("auto", "block")):
         flags = ["--gguf_weights", weight_mode, "--offload_model", offload]
         assert torch.equal(generate_quick_latents(files, *arguments, *flags), expected), weight_mode
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import warnings
 import zlib
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -222,6 +221,9 @@ def test_transparent_parts_become_white(caplog: pytest.LogCaptureFixture) -> Non
         ), mode
         assert caplog.messages == [f"The image {WARNING}."], mode
         caplog.clear()
+    opaque = Image.fromarray(np.dstack((RGB, np.full_like(ALPHA, 255))))
+    assert np.array_equal(pixels(images.convert_to_image(opaque)), RGB)
+    assert not caplog.messages
 
 
 def test_a_fully_transparent_file_is_white(
@@ -235,12 +237,6 @@ def test_a_fully_transparent_file_is_white(
         assert (pixels(images.read_image(path)) == 255).all(), name
         assert caplog.messages == [f"{path} {WARNING}."]
         caplog.clear()
-
-
-def test_an_unused_alpha_channel_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    opaque = Image.fromarray(np.dstack((RGB, np.full_like(ALPHA, 255))))
-    assert np.array_equal(pixels(images.convert_to_image(opaque)), RGB)
-    assert not caplog.messages
 
 
 def test_one_transparent_colour(tmp_path: Path) -> None:
@@ -305,20 +301,14 @@ def test_values_that_are_no_image(tmp_path: Path) -> None:
     table: dict[str, Any] = {
         "None": None,
         "lists": [[1, 2]],
-        "bytes": b"x.png",
-        "two axes": np.zeros((4, 4), np.uint8),
         "four channels": np.zeros((4, 4, 4), np.uint8),
         "four axes": torch.zeros(1, 3, 4, 4),
-        "one axis": torch.zeros(3),
         "no rows": torch.zeros(0, 4, 3),
         "int64": np.zeros((4, 4, 3), np.int64),
-        "bool": np.zeros((4, 4, 3), bool),
-        "int32": torch.zeros(3, 4, 4, dtype=torch.int32),
         "above 1": torch.full((3, 4, 4), 1.5),
         "below 0": torch.full((3, 4, 4), -1.0),
         "NaN": torch.full((3, 4, 4), float("nan")),
         "meta": torch.zeros(3, 4, 4, device="meta"),
-        "sparse": torch.zeros(3, 4, 4).to_sparse(),
         "no pixels": Image.new("RGB", (0, 5)),
         "integers below 0": Image.fromarray(low),
         "integers above 65535": Image.fromarray(high),
@@ -413,14 +403,6 @@ def test_paths_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     check_refusals("images: paths", messages)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
-    path = save_image(tmp_path, rgb(), "x.png")
-    path.chmod(0)
-    with pytest.raises(InputError, match=r"cannot be read as an image \(Permission denied\)"):
-        images.read_image(path)
-
-
 # Damaged files
 
 
@@ -453,57 +435,32 @@ def samples() -> dict[str, bytes]:
     return contents
 
 
-def mutate_content(content: bytes, random_: random.Random) -> bytes:
-    """Some bytes changed, inserted, removed or set to extreme lengths; sometimes cut short."""
+def damage_content(content: bytes, random_: random.Random) -> bytes:
+    """Some bytes changed, inserted or removed, or set to an extreme length."""
     data = bytearray(content)
-    for _ in range(random_.choice((1, 1, 1, 2, 4, 16))):
-        end = len(data) if random_.random() < 0.5 else min(len(data), 80)  # headers break more
-        at, some = random_.randrange(end), random_.randbytes(random_.choice((1, 2, 4)))
-        change: Callable[[], tuple[int, bytes]] = random_.choice(
-            (
-                lambda some=some: (len(some), some),
-                lambda some=some: (0, some),
-                lambda some=some: (len(some), b""),
-                lambda: (4, random_.choice((b"\0\0\0\0", b"\xff" * 4, b"\x7f\xff\xff\xff"))),
-            )
-        )
-        length, new = change()
-        data[at : at + length] = new
-    return bytes(data[: random_.randrange(1, len(data))] if random_.random() < 0.1 else data)
+    for _ in range(random_.choice((1, 1, 2, 4, 16))):
+        at = random_.randrange(random_.choice((len(data), 80)))  # headers break more
+        new = random_.choice((random_.randbytes(2), b"", b"\0" * 4, b"\xff" * 4))
+        data[at : at + random_.choice((0, 2, 4))] = new
+    return bytes(data)
 
 
-def read_mutants(count: int, seed: int, folder: Path) -> int:
-    """Count the refused ones of `count` mutants of each sample; only InputError may be raised."""
-    path, refused = folder / "mutant", 0
+def test_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only InputError may be raised."""
+    # A damaged header may claim 170 million pixels, which would take seconds to decode.
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000_000)
+    path, refused = tmp_path / "damaged", 0
     for name, content in samples().items():
-        random_ = random.Random(f"{seed} {name}")
-        for index in range(count):
-            path.write_bytes(mutate_content(content, random_))
+        random_ = random.Random(name)
+        for index in range(30):
+            path.write_bytes(damage_content(content, random_))
             try:
                 image = images.read_image(path)
             except InputError as error:
                 refused += 1
                 assert "\n" not in str(error) and len(str(error)) < 400
             except Exception as error:
-                raise AssertionError(f"mutant {index} of {name}, seed {seed}") from error
+                raise AssertionError(f"case {index} of {name}") from error
             else:
                 assert image.mode == "RGB" and all(image.size)
-    return refused
-
-
-@pytest.fixture
-def few_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A damaged header may claim 170 million pixels, which would take seconds to decode."""
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000_000)
-
-
-@pytest.mark.usefixtures("few_pixels")
-def test_damaged_files(tmp_path: Path) -> None:
-    assert 300 < read_mutants(60, 0, tmp_path) < 780
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_pixels")
-@pytest.mark.parametrize("seed", (1, 2))
-def test_many_damaged_files(seed: int, tmp_path: Path) -> None:
-    assert read_mutants(1000, seed, tmp_path) > 0
+    assert 150 < refused < 390

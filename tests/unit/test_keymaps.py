@@ -17,6 +17,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from wan.checkpoint import keymaps
 from wan.modules.model import WanModel
+from wan.testing.random_checkpoint import TEXT_SIZES, VAE_22
 
 REFERENCE = Path(os.environ.get("WAN_REFERENCE_DIR", ""))
 needs_reference = pytest.mark.skipif(
@@ -82,28 +83,6 @@ visual.transformer.10.mlp.2.bias encoder.layers.10.mlp.fc2.bias
 """
 
 
-def vae_config(residual: bool) -> dict[str, Any]:
-    if not residual:
-        return {"base_dim": 8, "z_dim": 16}
-    return {
-        "base_dim": 8,
-        "decoder_base_dim": 10,
-        "z_dim": 48,
-        "is_residual": True,
-        "in_channels": 12,
-        "out_channels": 12,
-        "patch_size": 2,
-        "scale_factor_spatial": 16,
-        "latents_mean": [0.0] * 48,
-        "latents_std": [1.0] * 48,
-    }
-
-
-def t5_config(vocab: int) -> UMT5Config:
-    sizes = {"d_model": 64, "d_kv": 8, "d_ff": 160, "num_layers": 3, "num_heads": 8}
-    return UMT5Config(vocab_size=vocab, feed_forward_proj="gated-gelu", **sizes)
-
-
 def dit(config: dict[str, Any]) -> WanTransformer3DModel:
     """diffusers' network for the official arguments `config`."""
     return WanTransformer3DModel(
@@ -167,7 +146,9 @@ def rename_vae_to_official(name: str) -> str:
 
 def test_t5_names_and_back():
     with torch.device("meta"):
-        names = set(shapes(UMT5EncoderModel(t5_config(300))))
+        names = set(
+            shapes(UMT5EncoderModel(UMT5Config(feed_forward_proj="gated-gelu", **TEXT_SIZES)))
+        )
     official = {keymaps.rename_t5_to_official(name) for name in names}
     layer = ["norm1", "attn.q", "attn.k", "attn.v", "attn.o", "pos_embedding.embedding"]
     layer += ["norm2", "ffn.gate.0", "ffn.fc1", "ffn.fc2"]
@@ -178,9 +159,10 @@ def test_t5_names_and_back():
 
 
 def test_vae_names_are_a_bijection():
-    for residual, count in ((False, 194), (True, 196)):
+    for arguments, count in (({"z_dim": 16}, 194), (VAE_22 | {"decoder_base_dim": 10}, 196)):
+        residual = "is_residual" in arguments
         with torch.device("meta"):
-            names = set(shapes(AutoencoderKLWan(**vae_config(residual))))
+            names = set(shapes(AutoencoderKLWan(base_dim=8, **arguments)))
         official = {keymaps.rename_vae_to_official(name, residual) for name in names}
         assert len(official) == len(names) == count
         assert {keymaps.rename_vae_to_diffusers(name) for name in official} == names

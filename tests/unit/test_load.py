@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import gguf_files
 from tests.refusals import check_refusals, get_refusal
+from wan.checkpoint import load
 from wan.checkpoint.headers import compute_fingerprint
 from wan.checkpoint.load import ModelSpec, open_sources, read_headers
 from wan.checkpoint.tensor_source import (
@@ -164,8 +165,8 @@ def test_files_that_change_while_they_are_used(suffix: str, tmp_path: Path) -> N
             os.truncate(file, 100)
         else:
             os.utime(file, ns=(0, 0))
-        messages[method] = get_change_error(network, x)
-        assert get_change_error(network[0], x) == messages[method]
+        part = network if method == "truncated" else network[0]
+        messages[method] = get_change_error(part, x)
         file.write_bytes(content)  # so that no page past the end is read when the process ends
     check_refusals(f"weights: changed in use, {suffix}", messages)
 
@@ -280,12 +281,15 @@ def test_a_parameter_of_two_names(tmp_path: Path) -> None:
         load_network(file, make)
 
 
-def test_a_source_merges_rows_while_it_is_read(tmp_path: Path) -> None:
+def test_a_source_merges_rows_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """W + B A, as a LoRA is merged: the source computes it, for a few rows at a time."""
-    rows, columns = 3, 7 << 20
-    weight = torch.tensor([[1.0], [2.0], [3.0]]).expand(rows, columns).bfloat16().contiguous()
+    rows, columns = 3, 7 << 6
+    monkeypatch.setattr(load, "_COPY_ELEMENTS", 2 * columns + 1)
+    weight = torch.randn(rows, columns).bfloat16()
     file = write_state({"weight": weight}, tmp_path / "x.safetensors")
-    b, a = torch.randn(rows, 2), torch.ones(2, columns)
+    b, a = torch.arange(6.0).view(rows, 2), torch.ones(2, columns)  # whose products are exact
     reads: list[slice] = []
 
     def read_merged(row_slice: slice, stored: TensorSource) -> Tensor:

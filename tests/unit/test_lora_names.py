@@ -246,6 +246,8 @@ def test_prefixes_of_any_network() -> None:
     assert strip_prefixes("module._orig_mod.encoder.conv1.weight", known)[-1] == (
         "encoder.conv1.weight"
     )
+    prefixes = ["x_", "x__"]  # the longer one counts
+    assert strip_prefixes("x__encoder.conv1.weight", known, prefixes)[-1] == "encoder.conv1.weight"
     names = ["vae.model.encoder.conv1.weight", "vae.model.decoder.conv1.weight"]
     assert find_shared_prefix(names, known, ["model."]) == "vae."
     assert find_shared_prefix(names, known) == "vae."

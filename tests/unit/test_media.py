@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 import struct
 import subprocess
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,7 @@ from imageio_ffmpeg import get_ffmpeg_exe
 from PIL import Image
 
 from tests.conftest import slow
-from tools import contact_sheet, make_character, make_sound
+from tools import contact_sheet, make_sound
 from wan.media import audio, video_reader, video_writer
 from wan.media.video_reader import VideoFile
 from wan.settings.command import Output
@@ -23,9 +26,7 @@ from wan.settings.errors import FileChangedError, InputError
 from wan.tasks import animate, speech2video, vace
 
 COLOURS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [200, 120, 90]])
-NAMES = ["concat:v.mp4", "-i.mp4", "%03d.mp4", "a\nb'\"c.mp4", "file:v.mp4"]
-MORE_NAMES = ["12:30.mp4", "tcp:127.0.0.1:9", "udp:127.0.0.1:9.mp4", "--x.mp4", "pipe:0"]
-MORE_NAMES += ["http:x?y#z.mp4"]
+NAMES = ["concat:v.mp4", "-i.mp4", "12:30.mp4", "udp:127.0.0.1:9.mp4", "pipe:0", "http:x?y#z.mp4"]
 FRAME_SELECTION = "lt(t,0.4)+not(mod(n,3))"  # frames: 30 a second at first, then 10
 
 
@@ -38,15 +39,13 @@ def lavfi(source: str) -> list[str]:
     return ["-f", "lavfi", "-i", source]
 
 
-def write_clock_video(
-    path: Path, *, late: float = 0.0, variable: bool = True, size: str = "96x64"
-) -> Path:
+def write_clock_video(path: Path, *, late: float = 0.0, variable: bool = True) -> Path:
     """Writes a video of a bar that grows from left to right in 1.2 s, perhaps after a sound."""
-    bar = f"color=black:s={size}:r=30:d=1.2,geq=lum='255*lt(X,W*T/1.2)':cb=128:cr=128"
+    bar = "color=black:s=96x64:r=30:d=1.2,geq=lum='255*lt(X,W*T/1.2)':cb=128:cr=128"
     bar += f",select='{FRAME_SELECTION}'" if variable else ""
-    inputs = ["-itsoffset", late, *lavfi(bar), *lavfi("sine=d=1.7")]
-    maps = ["-map", "0:v", *(["-map", "1:a"] if late else [])]
-    ffmpeg(*inputs, *maps, "-fps_mode", "vfr", "-c:v", "libx264", "-crf", 1, f"file:{path}")
+    inputs = ["-itsoffset", late, *lavfi(bar), *(lavfi("sine=d=1.7") if late else [])]
+    coded = ["-fps_mode", "vfr", "-c:v", "libx264", "-preset", "ultrafast", "-crf", 1]
+    ffmpeg(*inputs, *coded, path)
     return path
 
 
@@ -62,53 +61,40 @@ def decode_frames(path: Path) -> np.ndarray:
 
 def test_a_script_opens_no_other_file(tmp_path: Path) -> None:
     """ffmpeg itself would follow such a list."""
-    make_sound.write_wav(tmp_path / "sound.wav", 1.0)
-    make_character.write_character_folder(tmp_path / "moves", (32, 32), 5)
-    for name, read in (
-        ("sound.wav", audio.read_audio),
-        ("moves/src_pose.mp4", lambda path: video_reader.read_video(path, "`pose_video`")),
-    ):
-        script = tmp_path / "list.mp4"
-        script.write_text(f"ffconcat version 1.0\nfile {name}\n")
-        command = [get_ffmpeg_exe(), "-v", "error", "-i", script, "-f", "null", "-"]
-        assert subprocess.run(command).returncode == 0
-        read(tmp_path / name)
+    film, script = tmp_path / "film.mp4", tmp_path / "list.mp4"
+    ffmpeg(*lavfi("color=red:s=64x64:r=16:d=1"), *lavfi("sine=d=1"), film)
+    script.write_text("ffconcat version 1.0\nfile film.mp4\n")
+    ffmpeg("-i", script, "-f", "null", "-")
+    for read in (audio.read_audio, partial(video_reader.read_video, setting="`pose_video`")):
+        read(film)
         with pytest.raises(InputError, match="cannot be read"):
             read(script)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *map(slow, MORE_NAMES)])
+@pytest.mark.parametrize("name", ["file:-i%03d\nb'\"c.MP4", *map(slow, NAMES)])
 def test_a_name_is_only_a_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Special characters in a relative path change nothing in reading, writing or joining."""
+    """Special characters in a relative path change nothing in writing, reading or joining."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     make_sound.write_wav(tmp_path / "sound.wav", 1.0)
-    path = Path(name)
+    folder, path = Path("~"), Path("~", name)
     video_writer.write_video(torch.zeros(3, 5, 64, 96), Output(path, fps=16))
-    assert (
-        path.is_file()
-        and video_reader.read_video(path, "`src_root_path`").num_frames
-        == vace.read_vace_files(path, path, ()).num_frames
-        == 5
-    )
+    assert [file.name for file in (tmp_path / "~").iterdir()] == [name]
     assert len(contact_sheet.read_frames(path)) == 5
-    folder = tmp_path / f"of {name}"
-    folder.mkdir()
-    path.rename(folder / name)
-    video_writer.join_videos(folder, [name, name], path, "a comment")
-    assert video_reader.read_video(path, "`src_root_path`").num_frames == 10
-    path.rename("10.mp4")
-    audio.add_audio(Path("10.mp4"), Path("sound.wav"), path)
+    video_writer.join_videos(folder, [name, name], Path(f"joined {name}"), "a comment")
+    audio.add_audio(Path(f"joined {name}"), Path("sound.wav"), path)
+    assert video_reader.count_stored_frames(path) == 10
     assert len(audio.read_audio(path).samples) == pytest.approx(10_000, abs=1100)
+    assert {file.name for file in tmp_path.iterdir()} == {"sound.wav", "~", f"joined {name}"}
 
 
 def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, caplog) -> None:
     """The video, its mask and the poses each have 20 unevenly spaced frames in 1.2 s."""
-    path = write_clock_video(tmp_path / "clock.mp4")
+    path, mask = write_clock_video(tmp_path / "clock.mp4"), tmp_path / "mask.mp4"
     assert len(decode_frames(path)) == 20
-    source = vace.read_vace_files(path, write_clock_video(tmp_path / "mask.mp4"), ())
-    assert "clock.mp4" in caplog.text
-    pose = speech2video.read_pose_video(path)
-    poses = np.stack(list(pose.iter_poses()))
+    source = vace.read_vace_files(path, Path(shutil.copy(path, mask)), ())
+    assert "clock.mp4" in caplog.text and source.files == (path, mask)
+    poses = np.stack(list(speech2video.read_pose_video(path).iter_poses()))
     video_frames = source.video_reader(range(source.num_frames))
     assert (source.mask_reader(range(source.num_frames)) == video_frames).all()
     for frames, rate in ((video_frames, source.fps), (poses, 16)):
@@ -116,66 +102,56 @@ def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, caplog) -> None:
         assert np.abs(seconds_shown(frames) - times).max() < 0.1
         assert len(frames) / rate == pytest.approx(1.2, abs=0.11)
     assert len({frame.tobytes() for frame in video_frames}) == 20, "each stored frame is shown"
-    assert (
-        video_reader.read_video(path, "`src_root_path`").num_frames
-        == source.num_frames
-        == len(list(video_reader.read_video(path, "x").iter_frames()))
-    )
 
 
-def test_a_mask_of_a_constant_rate_fits_a_variable_video(tmp_path: Path) -> None:
-    path, mask = (
-        write_clock_video(tmp_path / "clock.mp4"),
-        write_clock_video(tmp_path / "mask.mp4", variable=False),
-    )
-    source = vace.read_vace_files(path, mask, ())
-    mask_seconds = seconds_shown(source.mask_reader(range(source.num_frames)))
-    assert np.abs(mask_seconds - np.arange(source.num_frames) / source.fps).max() < 0.1
+def make_video_file(times: Sequence[float], variable: bool = False) -> VideoFile:
+    """Returns a video of 10 frames a second whose stored frames have these times."""
+    return VideoFile(Path("v"), (8, 8), 10.0, times, range(len(times)), is_variable=variable)
 
 
-def test_a_short_video_beside_another_ends_with_its_last_frame() -> None:
-    """At 10 frames a second one missing frame is made up, and three are not."""
-    times = [0.0, 0.1, 0.25, 0.3, 0.4]
-    video = VideoFile(Path("v"), (8, 8), 10.0, times, range(5), is_variable=True)
-    for count, indices in ((5, [0, 1, 2, 3, 4]), (4, [0, 1, 2, 3, 3]), (2, [0, 1])):
-        mask = VideoFile(Path("m"), (8, 8), 10.0, [0.1 * n for n in range(count)], range(count))
+def test_a_mask_takes_the_times_of_its_video() -> None:
+    """At 10 frames a second one missing or further frame is mended, and more are not."""
+    video = make_video_file([0.0, 0.1, 0.25, 0.3, 0.4], variable=True)
+    table = {5: [0, 1, 2, 3, 4], 4: [0, 1, 2, 3, 3], 2: [0, 1]}
+    table |= {6: [0, 1, 2, 3, 4], 7: [0, 1, 2, 3, 4], 8: [*range(8)]}
+    for count, indices in table.items():
+        mask = make_video_file([0.1 * n for n in range(count)])
         assert [*mask.synchronize(video).indices] == indices, count
+        variable_mask = make_video_file([0.1 * n for n in range(count)], variable=True)
+        assert [*variable_mask.synchronize(make_video_file(video.times)).indices] == indices
+    other = replace(make_video_file([0.0, 0.4, 0.5, 0.6, 0.7]), fps=5.0, indices=[0, 0, 1, 4])
+    assert make_video_file([0.1 * n for n in range(5)]).synchronize(other) == other
+    assert make_video_file([0.0, 0.1]).synchronize(make_video_file(video.times)).num_frames == 2
+
+
+def test_times_are_resampled() -> None:
+    """Each frame is shown from its time on, the first one from the beginning, the last 0.1 s."""
+    late = make_video_file([0.3, 0.4, 0.6], variable=True)
+    for fps, indices in ((10.0, [0, 0, 0, 0, 1, 1, 2]), (5.0, [0, 0, 1, 2]), (2.5, [0, 1, 2])):
+        assert [*late.resample(fps).indices] == indices and late.resample(fps).fps == fps
 
 
 def test_a_video_that_lost_frames_since_it_was_checked(tmp_path: Path) -> None:
     path = tmp_path / "v.mp4"
-    video_writer.write_video(torch.zeros(3, 5, 64, 96), Output(path, fps=16))
-    checked = video_reader.read_video(path, "x")
-    path.unlink()
     video_writer.write_video(torch.zeros(3, 3, 64, 96), Output(path, fps=16))
+    checked = replace(video_reader.read_video(path, "x"), indices=range(5))
     with pytest.raises(FileChangedError, match=r"v\.mp4 ends before its frame 4"):
         video_reader.read_frames_at(checked, range(5))
 
 
-@pytest.mark.parametrize("variable", [False, True])
-def test_a_video_that_begins_late(variable: bool, tmp_path: Path, caplog) -> None:
+def test_a_video_that_begins_late(tmp_path: Path, caplog) -> None:
     """The first frame is repeated until the video begins."""
-    path = write_clock_video(tmp_path / "late.mp4", late=0.5, variable=variable)
-    source = vace.read_vace_files(path, path, ())
+    path = write_clock_video(tmp_path / "late.mp4", late=0.5, variable=False)
+    video = video_reader.read_video(path, "x")
     assert "late.mp4" in caplog.text
-    frames = np.stack(list(video_reader.read_video(path, "x").iter_frames()))
-    assert (
-        len(frames)
-        == source.num_frames
-        == video_reader.read_video(path, "`src_root_path`").num_frames
-    )
-    expected = np.maximum(np.arange(len(frames)) / source.fps - 0.5, 0)
+    frames = np.stack(list(video.iter_frames()))
+    assert len(frames) == video.num_frames == 15 + 36
+    expected = np.maximum(np.arange(len(frames)) / video.fps - 0.5, 0)
     assert np.abs(seconds_shown(frames) - expected).max() < 0.1
-    assert len({frame.tobytes() for frame in frames}) == len(decode_frames(path))
 
 
 @pytest.mark.parametrize(
-    ("rate", "suffix"),
-    [
-        ("16", "mp4"),
-        ("30000/1001", "mkv"),
-        *(slow("25", "mp4"), slow("30000/1001", "mp4"), slow("16", "mkv"), slow("25", "mkv")),
-    ],
+    ("rate", "suffix"), [("16", "mp4"), ("30000/1001", "mkv"), slow("25", "mkv")]
 )
 def test_a_constant_rate_has_its_frames(rate: str, suffix: str, tmp_path: Path, caplog) -> None:
     """Time stamps that are rounded to milliseconds change nothing."""
@@ -189,10 +165,14 @@ def test_a_constant_rate_has_its_frames(rate: str, suffix: str, tmp_path: Path, 
 
 def test_a_character_of_a_variable_rate(tmp_path: Path) -> None:
     """Each face belongs to its pose, also where the file of faces has a constant rate."""
-    make_character.write_character_folder(tmp_path, (96, 64), 20)
-    poses = write_clock_video(tmp_path / "src_pose.mp4")
-    character = animate.read_animate_folder(tmp_path, replace_character=False)
-    assert character.num_frames == video_reader.read_video(poses, "`src_root_path`").num_frames > 20
+    Image.new("RGB", (96, 64)).save(tmp_path / "src_ref.png")
+    for name in ("pose", "bg", "mask"):
+        write_clock_video(tmp_path / f"src_{name}.mp4")
+    faces = "testsrc=s=512x512:r=30,trim=end_frame=20"
+    ffmpeg(*lavfi(faces), "-preset", "ultrafast", "-pix_fmt", "yuv420p", tmp_path / "src_face.mp4")
+    character = animate.read_animate_folder(tmp_path, replace_character=True)
+    assert {file.name for file in character.files} == {*animate.ANIMATE_FILES}
+    assert character.num_frames > 20
     pose_frames, face_frames = (
         character.readers[part](range(character.num_frames)) for part in ("pose", "face")
     )
@@ -215,10 +195,9 @@ def test_a_rotated_video_is_read_as_it_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "pixel_aspect", "shown"),
     [
-        ("96x64", "2", (192, 64)),
         ("96x64", "8/9", (96, 72)),
         ("96x64", "255/256", (96, 64)),  # from rounded sides
-        ("96x720", "2", (192, 720)),  # in the colors of HD
+        ("64x720", "2", (128, 720)),  # in the colors of HD
     ],
 )
 def test_pixels_that_are_not_square(
@@ -252,7 +231,6 @@ def decode_sound_by_time(path: Path) -> np.ndarray:
     ("suffix", "codec", "cut"),
     [
         *(("mp4", "aac", 0.1875), ("mkv", "libopus", 0.0), ("ts", "mp2", 0.1875)),
-        *(slow("mp4", "aac", 0.0), slow("mkv", "libopus", 0.1875), slow("ts", "mp2", 0.0)),
     ],
 )
 def test_a_sound_that_begins_late(suffix: str, codec: str, cut: float, tmp_path: Path) -> None:
@@ -271,11 +249,28 @@ def test_a_sound_that_begins_late(suffix: str, codec: str, cut: float, tmp_path:
 
 
 def test_a_plain_sound_keeps_its_samples(tmp_path: Path) -> None:
-    for codec, suffix in (("pcm_s16le", "wav"), ("libmp3lame", "mp3"), ("flac", "flac")):
+    for codec, suffix in (("pcm_s16le", "wav"), ("libmp3lame", "mp3")):
         path = tmp_path / f"a.{suffix}"
         ffmpeg(*lavfi("sine=d=1.3:r=16000,volume=3"), "-c:a", codec, path)
         decoded = np.frombuffer(ffmpeg("-i", path, "-f", "f32le", "-"), np.float32)
         assert (audio.read_audio(path).samples == decoded).all(), suffix
+
+
+def test_a_constant_level_is_silent(tmp_path: Path) -> None:
+    ffmpeg(*lavfi("aevalsrc=0.1:d=1.3:s=16000"), tmp_path / "a.wav")
+    with pytest.raises(InputError, match="is silent"):
+        audio.read_audio(tmp_path / "a.wav")
+
+
+def test_a_sound_shorter_than_the_video(tmp_path: Path) -> None:
+    """It cuts the video, or silence follows it."""
+    silent, sound, out = (tmp_path / name for name in ("silent.mp4", "sound.wav", "out.mp4"))
+    ffmpeg(*lavfi("color=red:s=64x64:r=16:d=1"), "-pix_fmt", "yuv420p", silent)
+    make_sound.write_wav(sound, 0.5)
+    audio.add_audio(silent, sound, out)
+    assert video_reader.count_stored_frames(out) <= 9
+    audio.add_audio(silent, sound, out, pads_audio=True)
+    assert video_reader.count_stored_frames(out) == 16
 
 
 def test_channels_are_averaged(tmp_path: Path) -> None:
@@ -315,27 +310,27 @@ def list_boxes(path: Path) -> list[bytes]:
     return order
 
 
-@pytest.mark.parametrize(
-    ("size", "name"), [slow((96, 64), "smpte170m"), ((64, 704), "smpte170m"), ((64, 720), "bt709")]
-)
+@pytest.mark.parametrize(("size", "name"), [((64, 704), "smpte170m"), ((64, 720), "bt709")])
 def test_colours_tags_and_index_of_an_mp4(size: tuple[int, int], name: str, tmp_path: Path) -> None:
     """Players depend on these tags; videos with an added sound and joined videos have them."""
-    path = write_stripes(tmp_path / "a.mp4", *size)
-    make_sound.write_wav(tmp_path / "sound.wav", 1.0)
-    audio.add_audio(path, tmp_path / "sound.wav", tmp_path / "spoken.mp4")
-    video_writer.join_videos(tmp_path, ["a.mp4", "a.mp4"], tmp_path / "joined.mp4", "")
-    for file in (path, tmp_path / "spoken.mp4", tmp_path / "joined.mp4"):
-        assert describe_pixels(file).startswith(f"yuv420p(tv, {name}")
-        assert "/" not in describe_pixels(file), "range, matrix, primaries and transfer"
-        assert list_boxes(file).index(b"moov") < list_boxes(file).index(b"mdat")
-        matrix = "bt709" if name == "bt709" else "bt601"
-        graph = f"scale=in_color_matrix={matrix}:in_range=tv,format=rgb24"
-        raw = ffmpeg("-i", file, "-frames:v", 1, "-vf", graph, "-f", "rawvideo", "-")
-        (width, height), step = size, size[0] // 8
-        frame = np.frombuffer(raw, np.uint8).reshape(height, width, 3)
-        first_frame = next(video_reader.read_video(file, "x").iter_frames())
-        for picture in (frame, first_frame):
-            assert np.abs(picture[height // 2, step :: 2 * step].astype(int) - COLOURS).max() <= 4
+    path, last = write_stripes(tmp_path / "a.mp4", *size), tmp_path / "spoken.mp4"
+    if name == "bt709":
+        video_writer.join_videos(tmp_path, ["a.mp4", "a.mp4"], tmp_path / "joined.mp4", "")
+        make_sound.write_wav(tmp_path / "sound.wav", 1.0)
+        audio.add_audio(tmp_path / "joined.mp4", tmp_path / "sound.wav", last)
+        path = last
+    description = describe_pixels(path)
+    assert description.startswith(f"yuv420p(tv, {name}")
+    assert "/" not in description, "range, matrix, primaries and transfer"
+    assert list_boxes(path).index(b"moov") < list_boxes(path).index(b"mdat")
+    matrix = "bt709" if name == "bt709" else "bt601"
+    graph = f"scale=in_color_matrix={matrix}:in_range=tv,format=rgb24"
+    raw = ffmpeg("-i", path, "-frames:v", 1, "-vf", graph, "-f", "rawvideo", "-")
+    (width, height), step = size, size[0] // 8
+    frame = np.frombuffer(raw, np.uint8).reshape(height, width, 3)
+    first_frame = next(video_reader.read_video(path, "x").iter_frames())
+    for picture in (frame, first_frame):
+        assert np.abs(picture[height // 2, step :: 2 * step].astype(int) - COLOURS).max() <= 4
 
 
 def test_a_source_is_read_by_its_tags_or_height(tmp_path: Path) -> None:
@@ -351,19 +346,11 @@ def test_a_source_is_read_by_its_tags_or_height(tmp_path: Path) -> None:
         raw = ["-f", "rawvideo", "-s", f"64x{height}", "-pix_fmt", "rgb24", "-i", tmp_path / "raw"]
         graph = f"scale=out_color_matrix={matrix}:out_range=tv,format=yuv420p"
         graph += ",setparams=colorspace=" + (tag or "unknown")
-        ffmpeg(*raw, "-vf", graph, "-c:v", "libx264", "-crf", 1, path)
+        ffmpeg(*raw, "-vf", graph, "-c:v", "libx264", "-preset", "ultrafast", "-crf", 1, path)
         assert (tag or "yuv420p(progressive") in describe_pixels(path)
         frame = next(video_reader.read_video(path, "x").iter_frames())
         errors[height, tag] = np.abs(frame[height // 2, 8::16].astype(int) - COLOURS).max()
     assert not {case: error for case, error in errors.items() if error > 4}
-
-
-def white_video_writer(transfer: str, signal: float) -> Callable[[Path], None]:
-    grey = f"nullsrc=s=64x64:r=16:d=0.2,format=yuv420p10le,geq=lum=64+{signal}*876:cb=512:cr=512"
-    tags = f"colorprim=bt2020:transfer={transfer}:colormatrix=bt2020nc:log-level=error"
-    coded = ["-c:v", "libx265", "-x265-params", tags, "-pix_fmt", "yuv420p10le"]
-    coded += ["-color_primaries", "bt2020", "-color_trc", transfer, "-colorspace", "bt2020nc"]
-    return lambda path: ffmpeg(*lavfi(grey), *coded, path)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +360,11 @@ def test_hdr_is_tone_mapped_or_named(
     transfer: str, signal: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     path = tmp_path / "hdr.mp4"
-    white_video_writer(transfer, signal)(path)
+    grey = f"nullsrc=s=64x64:r=16:d=0.1,format=yuv420p10le,geq=lum=64+{signal}*876:cb=512:cr=512"
+    tags = f"colorprim=bt2020:transfer={transfer}:colormatrix=bt2020nc:log-level=error"
+    coded = ["-c:v", "libx265", "-preset", "ultrafast", "-x265-params", tags]
+    coded += ["-color_primaries", "bt2020", "-color_trc", transfer, "-colorspace", "bt2020nc"]
+    ffmpeg(*lavfi(grey), *coded, path)
     frame = next(video_reader.read_video(path, "x").iter_frames())
     assert frame.min() >= 235 and np.ptp(frame) <= 2 and not caplog.messages
     monkeypatch.setattr("wan.media.video_reader.has_filters", lambda *names: False)

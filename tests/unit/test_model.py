@@ -1,22 +1,37 @@
-"""WanModel: tensor names, batches, refusals, runs of timesteps, and the text cache."""
+"""WanModel: tensor names, batches, refusals, runs of timesteps, text cache, small operations."""
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
+from dataclasses import fields
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing import assert_close
 
+from benchmarks.common import measure_peak_bytes
 from tests.numerics.recorded import STEP, SampleRecorder
 from tests.refusals import check_refusals, get_refusal
 from wan.kernels.forward_context import StepInfo
+from wan.kernels.interfaces import SmallOps
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.fused_ops import BlockOps
+from wan.modules.fused_ops import BlockOps, compute_layer_norm, compute_rms_norm, modulated_norm
 from wan.modules.interfaces import ModelComponents, SingleDeviceAttention
 from wan.modules.model import WanModel, find_timestep_segments
-from wan.modules.rope import RopeCache, make_rope_table, split_head_dim
+from wan.modules.rope import (
+    RopeCache,
+    apply_rope,
+    compute_rope_angles,
+    make_rope_table,
+    split_head_dim,
+)
+from wan.modules.text_kv_cache import InputCache
 from wan.settings.numerics import keeps_fp32
 
 CACHED = ModelComponents(text_kv_cache=True)
@@ -41,39 +56,27 @@ def test_official_tensor_names() -> None:
 
 
 def test_fp32_parameters() -> None:
-    fp32_names = {name for name in model().state_dict() if keeps_fp32(name)}
-    assert "blocks.0.modulation" in fp32_names and "head.head.weight" in fp32_names
-    assert (
-        "time_embedding.0.weight" in fp32_names
-        and "blocks.0.cross_attn.norm_k.weight" in fp32_names
-    )
-    assert "time_projection.1.weight" in fp32_names
-    assert "blocks.0.ffn.0.weight" not in fp32_names and "patch_embedding.weight" not in fp32_names
-    assert "text_embedding.0.weight" not in fp32_names
-
-
-@torch.no_grad()
-def test_a_batch_equals_its_samples() -> None:
-    net = model()
-    pairs = [inputs(seed) for seed in range(3)]
-    x, context = [list(side) for side in zip(*pairs, strict=True)]
-    t = torch.tensor([10, 500, 999])
-    batch = net(x, t, context, 18)
-    for i in range(3):
-        single = net([x[i]], t[i : i + 1], [context[i]], 18)[0]
-        torch.testing.assert_close(batch[i], single, atol=2e-5, rtol=0)
+    kept = ("blocks.0.modulation", "head.head.weight", "time_embedding.0.weight")
+    kept += ("blocks.0.cross_attn.norm_k.weight", "time_projection.1.weight")
+    rounded = ("blocks.0.ffn.0.weight", "patch_embedding.weight", "text_embedding.0.weight")
+    table = dict.fromkeys(kept, True) | dict.fromkeys(rounded, False)
+    assert table.keys() <= model().state_dict().keys()
+    assert {name: keeps_fp32(name) for name in table} == table
 
 
 @torch.no_grad()
 def test_samples_of_different_sizes() -> None:
     samples = SampleRecorder()
-    net = model(components=ModelComponents(samples))
-    (a, text_a), (b, text_b) = inputs(0), inputs(1, (2, 2, 4))
-    both = net([a, b], torch.tensor([500]), [text_a, text_b], 18, step=STEP)
+    x, context = [list(side) for side in zip(inputs(0), inputs(1, (2, 2, 4)), strict=True)]
+    net, t = model(components=ModelComponents(samples)), torch.tensor([500, 999])
+    both = net(x, t, context, 18, step=STEP)
     assert samples.samples == [0, 0, 1, 1]
     net = model()
-    assert torch.equal(both[0], net([a], torch.tensor([500]), [text_a], 18)[0])
-    assert torch.equal(both[1], net([b], torch.tensor([500]), [text_b], 18)[0])
+    for i in range(2):
+        single = net([x[i]], t[i : i + 1], [context[i]], 18)[0]
+        torch.testing.assert_close(both[i], single, atol=2e-5, rtol=0)
+    same = net(x, t[:1], context, 18)
+    assert torch.equal(same[1], net([x[1]], t[:1], [context[1]], 18)[0])
 
 
 @torch.no_grad()
@@ -82,15 +85,6 @@ def test_uniform_per_token_timesteps_equal_the_scalar() -> None:
     scalar = net([x], torch.tensor([700]), [context], 18)[0]
     tokens = net([x], torch.full((1, 20), 700), [context], 20)[0]
     assert torch.equal(scalar, tokens)
-
-
-@torch.no_grad()
-def test_many_runs_of_timesteps() -> None:
-    """Each token has a different timestep, so that each row has a different modulation."""
-    net, (x, context) = model(), inputs()
-    t = torch.arange(18)[None] * 50.0
-    many = net([x], t, [context], 18)[0]
-    assert not torch.allclose(many, net([x], t[:, :1].expand(1, 18), [context], 18)[0], atol=1e-3)
 
 
 def test_timestep_runs() -> None:
@@ -138,14 +132,6 @@ def test_slices_of_tokens_cover_every_token(overwrite: bool) -> None:
     assert (output.data_ptr() == x.data_ptr()) == overwrite
 
 
-def test_inputs_are_not_changed() -> None:
-    net, (x, context) = model(), inputs()
-    copies = x.clone(), context.clone()
-    with torch.no_grad():
-        net([x], torch.tensor([5]), [context], 18)
-    assert torch.equal(x, copies[0]) and torch.equal(context, copies[1])
-
-
 @torch.no_grad()
 def test_text_cache_is_exact_and_computes_once() -> None:
     cached, plain = model(components=CACHED), model()
@@ -158,11 +144,10 @@ def test_text_cache_is_exact_and_computes_once() -> None:
             a, b = (net([x], torch.tensor([t]), [context], 18)[0] for net in (cached, plain))
             assert torch.equal(a, b)
     assert len(calls) == 2 * 2
-    net_input = cond.clone()
-    a = cached([x], torch.tensor([7]), [net_input], 18)[0]
-    net_input.add_(1)
-    b = cached([x], torch.tensor([7]), [net_input], 18)[0]
-    assert not torch.equal(a, b), "a context changed in place must not be found in the cache"
+    assert torch.equal(x, inputs(0)[0]) and torch.equal(cond, inputs(0)[1]), "as they were"
+    cond.add_(1)
+    a, b = (net([x], torch.tensor([7]), [cond], 18)[0] for net in (cached, plain))
+    assert torch.equal(a, b), "a context changed in place must not be found in the cache"
 
 
 def test_training_uses_nothing_that_is_kept() -> None:
@@ -277,3 +262,126 @@ def test_blocks_compile_without_a_break() -> None:
         graphs = counter.frame_count
         compiled([x], torch.tensor([50]), [context], 18)
     assert counter.frame_count == graphs == 2  # text K/V computed, and taken from the cache
+
+
+# Text cache
+
+
+def test_the_least_recently_used_entry_is_forgotten() -> None:
+    """The second branch's input is the same in every clip, the first one's is not."""
+    cache, always, computed = InputCache[str](2), torch.zeros(1), []
+    for name in "abc":
+        clip = torch.zeros(1)
+        for tensor, label in ((clip, name), (always, "always")) * 2:  # two steps
+            cache.get_or_compute([tensor], lambda label=label: computed.append(label) or label)
+    assert computed == ["a", "always", "b", "c"]
+
+
+def test_inputs_are_not_kept_alive() -> None:
+    cache, tensor = InputCache[str](), torch.zeros(1)
+    cache.add([tensor, 0], "x")
+    assert cache.get([tensor, 0]) == "x" and cache.get([tensor, 1]) is None
+    alive = weakref.ref(tensor)
+    del tensor
+    assert alive() is None and cache.get([torch.zeros(1), 0]) is None
+
+
+# Small operations
+
+DTYPES = (torch.float32, torch.bfloat16)
+PLAIN = {
+    "rms_norm": compute_rms_norm,
+    "layer_norm": compute_layer_norm,
+    "modulated_norm": modulated_norm,
+    "rope": apply_rope,
+}
+
+
+def normalised(x: Tensor, eps: float) -> Tensor:
+    """Layer norm by its definition, float64."""
+    x = x.double()
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_are_float32(dtype: torch.dtype) -> None:
+    """Inputs of any dtype; nothing but the inputs is rounded to 16 bits."""
+    x, weight, bias = torch.randn(2, 5, 48).to(dtype) * 3, torch.randn(48), torch.randn(48)
+    original = x.clone()
+    rms = x.double() / (x.double().square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
+    output = compute_rms_norm(x, weight, 0.1)
+    assert output.dtype == torch.float32
+    assert_close(output.double(), rms, rtol=2e-6, atol=2e-6)
+    for w, b in ((weight, bias), (None, None)):
+        output = compute_layer_norm(x, w, b, 0.1)
+        expected = normalised(x, 0.1) * (1 if w is None else w) + (0 if b is None else b)
+        assert output.dtype == torch.float32
+        assert_close(output.double(), expected, rtol=2e-6, atol=2e-6)
+    assert torch.equal(x, original)
+
+
+def test_modulated_norm_is_float32() -> None:
+    for batch, dtype in product((1, 2), DTYPES):
+        x = torch.randn(batch, 5, 48).to(dtype)
+        shift, scale = torch.randn(batch, 1, 48), torch.randn(batch, 1, 48)
+        output = modulated_norm(x, shift, scale, 1e-3)
+        expected = normalised(x, 1e-3) * (1 + scale.double()) + shift
+        assert output.dtype == torch.float32
+        assert_close(output.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+def test_rope_is_a_complex_product() -> None:
+    grid, x = (2, 3, 2), torch.randn(2, 12, 3, 16)
+    pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)))
+    turned = torch.polar(torch.ones(12, 8, dtype=torch.float64), compute_rope_angles(grid, 16))
+    expected = torch.view_as_real(pairs * turned[:, None]).flatten(-2)
+    assert_close(apply_rope(x, make_rope_table(grid, 16)).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def compute_velocity(**ops: Any) -> Tensor:
+    net, (x, context) = model(components=ModelComponents(ops=BlockOps(SmallOps(**ops)))), inputs()
+    with torch.no_grad():
+        return net([x], torch.tensor([500.0]), [context], 18)[0]
+
+
+def test_every_norm_and_rotation_uses_the_operations_passed_in() -> None:
+    """Two layers: q, k norms of both attentions, norm3, two modulated norms and the head's."""
+    calls: Counter[str] = Counter()
+
+    def count_calls(name: str) -> Any:
+        def call(*args: Any, **keywords: Any) -> Tensor:
+            calls[name] += 1
+            return PLAIN[name](*args, **keywords)
+
+        return call
+
+    assert {field.name for field in fields(SmallOps)} == PLAIN.keys()
+    output, plain = (
+        compute_velocity(**{name: count_calls(name) for name in PLAIN}),
+        compute_velocity(),
+    )
+    assert calls == {"rms_norm": 2 * 4, "layer_norm": 2, "modulated_norm": 2 * 2 + 1, "rope": 2 * 2}
+    assert torch.equal(output, plain)
+    for name, op in PLAIN.items():
+        changed = compute_velocity(**{name: lambda *args, op=op, **kw: op(*args, **kw) * 1.5 + 1})
+        assert not torch.allclose(changed, plain, atol=1e-4), name
+
+
+@pytest.mark.parametrize(("gated", "dtype"), [*product((True, False), DTYPES)])
+def test_the_residual_stream_takes_any_dtype(dtype: torch.dtype, gated: bool, monkeypatch) -> None:
+    """Several slices give the same bits as one operation, without a full float32 copy."""
+    x, y, row = torch.randn(1, 64, 48), torch.randn(1, 64, 48).to(dtype), torch.randn(1, 1, 48)
+    expected = torch.addcmul(x, y.float(), row) if gated else x + y
+    monkeypatch.setattr("wan.modules.fused_ops.get_slice_numel", lambda _: 48 * 10)
+    ops, result = BlockOps(), 0 if gated else 64 * 48 * 2
+    with torch.no_grad():
+        add: Any = partial(ops.gated_add, x, y, row, [64])
+        if not gated:
+            add = partial(ops.add_modulated_norm, x, y, row, row, [64], 1e-6, torch.bfloat16)
+        peak_bytes = measure_peak_bytes(
+            add, torch.device("cpu")
+        )  # also what PyTorch itself converts
+    assert (
+        torch.equal(x, expected) and peak_bytes <= result + 3 * 48 * 10 * 4
+    )  # this slice and the next

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -25,12 +26,19 @@ from safetensors.torch import save_file
 from transformers import CLIPVisionModel
 
 from tests.frames import read_frames
+from tests.pipelines import build_cpu_pipeline
 from tests.refusals import check_refusals, get_refusal
 from wan.kernels.forward_context import StepInfo
 from wan.media import images
-from wan.media.video_writer import load_latents, save_latents, to_uint8, write_video
+from wan.media.video_writer import (
+    load_latents,
+    open_mp4_encoder,
+    save_latents,
+    to_uint8,
+    write_video,
+)
 from wan.modules import clip
-from wan.pipeline.denoise import DenoisingLoop, apply_guidance, predict_velocity
+from wan.pipeline.denoise import DenoisingLoop, apply_guidance
 from wan.pipeline.pipeline import Experts
 from wan.settings.command import Output
 from wan.settings.errors import InputError, NotFiniteError
@@ -62,17 +70,15 @@ def prepare(
     return r.task.make_denoise_inputs(r, shared, base.Inputs(image=image), encoders)
 
 
-def test_noise_is_the_first_draw_of_the_seed() -> None:
+def test_noise_is_that_of_the_seed() -> None:
+    """Also the later noise, whatever a video begins with."""
     generator = torch.Generator().manual_seed(3)
-    expected = torch.randn(16, 3, 8, 12, generator=generator)
-    assert torch.equal(prepare(request("t2v-A14B"), None, None).initial_latents, expected)
-
-
-def test_later_noise_is_that_of_the_seed_whatever_a_video_begins_with() -> None:
+    first, second = (torch.randn(16, 3, 8, 12, generator=generator) for _ in range(2))
     r, start = request("t2v-A14B"), torch.ones(16, 3, 8, 12)
-    from_seed, from_start = (prepare(r, None, None, latents) for latents in (None, start))
-    assert torch.equal(from_start.initial_latents, start)
-    assert torch.equal(from_start.sample_noise(), from_seed.sample_noise())
+    for latents, expected in ((None, first), (start, start)):
+        inputs = prepare(r, None, None, latents)
+        assert torch.equal(inputs.initial_latents, expected)
+        assert torch.equal(inputs.sample_noise(), second)
 
 
 def test_clip_features_are_those_of_transformers(tiny, tmp_path: Path) -> None:
@@ -81,10 +87,7 @@ def test_clip_features_are_those_of_transformers(tiny, tmp_path: Path) -> None:
     The official file holds queries, keys and values in one tensor.
     """
     folder = tiny("i2v-14B", "diffusers") / "image_encoder"
-    pictures = [
-        images.convert_image_to_tensor(noise(96, 64)),
-        images.convert_image_to_tensor(noise(40, 90)),
-    ]
+    pictures = [images.convert_image_to_tensor(noise(*size)) for size in ((96, 64), (40, 90))]
     official = next(tiny("i2v-14B").glob("models_clip*.pth"))
     save_file(torch.load(official), tmp_path / "clip.safetensors")
     results = [
@@ -161,17 +164,12 @@ def test_ti2v_holds_the_first_frame_at_timestep_zero() -> None:
 
 
 def test_official_share_of_the_experts() -> None:
-    for task, high in (("t2v-A14B", 26), ("i2v-A14B", 15)):
-        for solver in ("unipc", "dpm++"):
-            values = {"prompt": "", "sample_solver": solver, "sample_steps": 40}
-            image_size = (96, 64) if task.startswith("i2v") else None
-            names = make_noise_schedule(
-                make_video_params(PRESETS[task], values, image_size)
-            ).experts
-            assert names == ("high_noise",) * high + ("low_noise",) * (40 - high), (task, solver)
-
-
-def test_boundary_itself_is_high_noise() -> None:
+    """A timestep at the boundary itself is high noise."""
+    for (task, high), solver in product((("t2v-A14B", 26), ("i2v-A14B", 15)), ("unipc", "dpm++")):
+        values = {"prompt": "", "sample_solver": solver, "sample_steps": 40}
+        params = make_video_params(PRESETS[task], values, (96, 64) if high == 15 else None)
+        expected = ("high_noise",) * high + ("low_noise",) * (40 - high)
+        assert make_noise_schedule(params).experts == expected, (task, solver)
     assert select_expert(875, 0.875) == "high_noise" and select_expert(874, 0.875) == "low_noise"
     assert select_expert(999, None) == "dit"
 
@@ -188,29 +186,6 @@ def test_guidance_formula() -> None:
         assert branches == ["cond"], "without guidance the other branch is not computed"
 
 
-def test_model_inputs_of_each_branch() -> None:
-    prompts = {"context": torch.tensor(2.0), "negative_context": torch.tensor(0.5)}
-    latents, t = torch.ones(2), torch.tensor([1])
-    step = StepInfo(3, 4, "cond", "low_noise", (1, 2, 3), 6)
-    calls: list[Any] = []
-
-    def model(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        calls.append((args, kwargs))
-        return [torch.full((2,), 7.0)]
-
-    for y, (branch, context) in product(
-        (None, torch.tensor(5.0)), (("cond", 2.0), ("uncond", 0.5))
-    ):
-        conditions = DenoiseInputs(initial_latents=torch.zeros(1), **prompts, y=y)
-        assert predict_velocity(model, latents, t, conditions, step, branch).tolist() == [7, 7]
-        ([x], timestep), kwargs = calls.pop()
-        [text] = kwargs.pop("context")
-        assert not calls and x is latents and timestep is t and text == context
-        y_input = kwargs.pop("y", None)
-        assert y_input is None if y is None else y_input[0] is y
-        assert kwargs == {"step": replace(step, branch=branch), "seq_len": 6}
-
-
 @pytest.mark.parametrize(("broken_step", "reported_step"), [(0, 1), (1, 3), (2, 3)])
 def test_latents_that_are_not_finite_make_no_video(broken_step: int, reported_step: int) -> None:
     """Latents are checked after the first and the last step; each check waits for the device."""
@@ -224,10 +199,46 @@ def test_latents_that_are_not_finite_make_no_video(broken_step: int, reported_st
         DenoisingLoop(params, prepare(params, None, None)).advance(experts)
 
 
+def find_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Finds the tensors in objects of this package and of diffusers, and in containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from find_tensors(item)
+    elif type(value).__module__.startswith(("wan.", "diffusers.")) and hasattr(value, "__dict__"):
+        yield from find_tensors(vars(value))
+
+
+@pytest.mark.parametrize("solver", ["unipc", "dpm++", "res_multistep"])
+def test_a_paused_loop_leaves_the_device(solver: str) -> None:
+    """Latents, inputs, and what solver and guidance keep between steps; shared tensors stay so."""
+    values = {"prompt": "", "size": (96, 64), "frame_num": 9, "guider": "apg", "sample_steps": 3}
+    values |= {"sample_solver": solver, "apg_momentum": 0.5}
+    params, shared = make_video_params(PRESETS["t2v-1.3B"], values), torch.ones(2, 3)
+    kwargs = {name: {"hints": [shared, torch.ones(2, 4)]} for name in ("cond", "uncond")}
+    latents = torch.ones(params.latent_shape)
+    texts = (torch.ones(5, 6), torch.ones(4, 6))
+    inputs = DenoiseInputs(latents, *texts, latents.clone(), torch.ones(1, 7, 8))
+    loop = DenoisingLoop(params, replace(inputs, model_kwargs=kwargs))
+
+    def network(x: list[torch.Tensor], *_: object, step: StepInfo, **__: object) -> Any:
+        if step.index == 2:
+            raise InterruptedError
+        return [x[0] * (0.1 if step.branch == "cond" else 0.2)]
+
+    experts: Any = SimpleNamespace(get=lambda _: network, prefetch=lambda _: None)
+    with pytest.raises(InterruptedError):
+        loop.advance(experts)
+    assert len([x for x in find_tensors(loop) if x.shape == latents.shape]) > 3
+    loop.to(torch.device("meta"))
+    tensors = [x for x in find_tensors(loop) if x.dim() > 1]
+    assert {x.device.type for x in tensors} == {"meta"}
+    assert len({id(x) for x in tensors if x.shape == shared.shape}) == 1
+
+
 @pytest.mark.parametrize(("offload", "loads"), [(True, "abab"), (False, "ab")])
 def test_experts_in_memory(offload: bool, loads: str) -> None:
-    import weakref
-
     alive, order = weakref.WeakSet(), []
 
     def load(name: str) -> torch.nn.Module:
@@ -242,6 +253,15 @@ def test_experts_in_memory(offload: bool, loads: str) -> None:
     for name in "aabbab":
         experts.get(name)
     assert "".join(order) == loads
+
+
+def test_networks_stay_while_the_kind_of_offloading_is_the_same(tiny) -> None:
+    pipeline = build_cpu_pipeline("t2v-1.3B", tiny("t2v-1.3B"))
+    network = pipeline.text_encoder.get()
+    for offload, stays in ((False, True), (True, True), ("cpu", False), ("cpu", True)):
+        pipeline.set_offload(offload)
+        assert (pipeline.text_encoder.get() is network) == stays, offload
+        network = pipeline.text_encoder.get()
 
 
 CLIP = torch.rand(3, 5, 32, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -260,23 +280,25 @@ def test_a_video_is_encoded_as_officially(tmp_path: Path) -> None:
     with imageio.get_writer(official_path, fps=24, codec="libx264", quality=8) as writer:
         for frame in to_uint8(CLIP):
             writer.append_data(frame.numpy())
-    planes, official_planes = (
-        decode_planes(tmp_path / name) for name in ("ours.mp4", "theirs.mp4")
-    )
+    planes, official_planes = map(decode_planes, (tmp_path / "ours.mp4", official_path))
     assert planes == official_planes and len(planes) == 5 * 32 * 64 * 3 // 2
 
 
-def test_video_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative paths, and characters with a meaning for encoders or shells."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for number, path in enumerate(("v.mp4", "-i/-v.MP4", "~/v.mp4", "a b'%03d:c/v.mp4")):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        write_video(CLIP, Output(Path(path), fps=8))
-        assert read_frames(folder / path).shape == (5, 32, 64, 3), path
-        assert [p.name for p in (folder / path).parent.iterdir()] == [Path(path).name]
-    assert not (tmp_path / "home").exists()
+def test_a_video_that_is_begun_again(tmp_path: Path) -> None:
+    """As after a lack of memory in the VAE; the first frames are those of the second attempt."""
+    video = CLIP.repeat(1, 20, 1, 1)
+
+    def encode() -> None:
+        with open_mp4_encoder(Output(tmp_path / "v.mp4", fps=8), lossless=True) as encoder:
+            encoder.begin((100, 32, 64))
+            encoder.write_frames(CLIP[:, 3:])
+            encoder.begin((100, 32, 64))
+            encoder.write_frames(video)
+
+    thread = threading.Thread(target=encode, daemon=True)
+    thread.start()
+    thread.join(20)  # two encoders would wait for each other's frames
+    assert (read_frames(tmp_path / "v.mp4") == to_uint8(video).numpy()).all()
 
 
 @contextmanager
@@ -331,20 +353,17 @@ def test_a_video_without_frames_or_in_no_folder(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_latents_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    latents = torch.randn(16, 2, 4, 8)
-    save_latents(latents, tmp_path / "x.safetensors", {"task": "t2v-A14B"})
-    assert torch.equal(load_latents(tmp_path / "x.safetensors"), latents) and not caplog.messages
-    latents[0, 0, 0, 0] = float("nan")
-    save_latents(latents, tmp_path / "x.safetensors", {})
-    with pytest.raises(InputError, match="holds NaN or infinity; make the latents again"):
-        load_latents(tmp_path / "x.safetensors")
-
-
-def test_a_full_disk_while_latents_are_written(tmp_path: Path) -> None:
+def test_latents_come_back(tmp_path: Path) -> None:
+    latents, path = torch.randn(16, 2, 4, 8), tmp_path / "x.safetensors"
     with files_of_at_most(1000), pytest.raises(OSError, match="too large"):
-        save_latents(torch.zeros(16, 2, 4, 8), tmp_path / "x.safetensors", {})
+        save_latents(latents, path, {})
     assert not list(tmp_path.iterdir())
+    save_latents(latents, path, {"task": "t2v-A14B"})
+    assert torch.equal(load_latents(path), latents)
+    latents[0, 0, 0, 0] = float("nan")
+    save_latents(latents, path, {})
+    with pytest.raises(InputError, match="holds NaN or infinity; make the latents again"):
+        load_latents(path)
 
 
 def test_stages_inside_stages_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:

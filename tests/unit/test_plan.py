@@ -171,20 +171,11 @@ def forward(hd: Planner, **changes: object) -> int:
 @pytest.mark.slow
 def test_modes_and_rings_hold_what_they_should(hd: Planner) -> None:
     by_mode = {mode: forward(hd, comm_type=mode) for mode in MODES}
-    assert by_mode[1] < by_mode[2] < by_mode[0]
+    assert by_mode[1] < min(by_mode[0], by_mode[2])  # where they attend is not their peak
     assert by_mode[1] < forward(hd, comm_type=0, fa_alltoall_overlap=True)
     ring = {"ring_size": 4, "ulysses_size": 2}
     assert by_mode[1] < forward(hd, **ring) < forward(hd, **ring, ring_type="bidirectional")
     assert forward(hd, world_size=4, ulysses_size=4) > 1.5 * by_mode[1]
-
-
-@pytest.mark.slow
-def test_a_ring_gathers_what_cannot_be_merged() -> None:
-    argv = ("--task", "t2v-A14B", *HD, "--ring_size", "2", "--ulysses_size", "4", "--comm_type", 1)
-    passed = describe_plan(planner(*argv, "--chip", "A5"), "")
-    gathered = describe_plan(planner(*argv, "--chip", "A5", "--fa_quant", "fp8"), "")
-    assert any("Ring (keys and values are passed on): 20 tensors" in line for line in passed)
-    assert any("Ring (keys and values are gathered): 20 tensors" in line for line in gathered)
 
 
 @pytest.mark.slow
@@ -198,24 +189,28 @@ def test_sharded_weights() -> None:
     assert 2 * block < stages["denoising"]["gathered weights"] < 5 * block
 
 
-def test_vendors_kernels_hold_what_they_should() -> None:
+def measure_dit(chip: str, *flags: str) -> NetworkSize:
+    plan = planner("--task", "t2v-A14B", *HD, *EIGHT, "--chunks", "2", "--chip", chip, *flags)
+    return plan.measure_forwards(plan.setup.parallel)[0].size
+
+
+def test_fp8_exchanges_hold_less() -> None:
     """Without the vendors' packages."""
-    argv = ("--task", "t2v-A14B", *HD, *EIGHT, "--chunks", "2")
+    fp8 = ("--fa_quant", "fp8", "--fa_freq_cap", "1200")
+    plain, quantised, exchanged = (
+        measure_dit(*flags).activations.total()
+        for flags in (("A2",), ("A5", *fp8), ("A5", *fp8, "--quant_alltoall"))
+    )
+    assert plain < quantised > exchanged
+    assert not {"torch_npu", "mindiesd"} & {*sys.modules}
 
-    def measure_dit(chip: str, *flags: str) -> NetworkSize:
-        plan = planner(*argv, "--chip", chip, *flags)
-        return plan.measure_forwards(plan.setup.parallel)[0].size
 
-    def measure_activations(chip: str, *flags: str) -> int:
-        return measure_dit(chip, *flags).activations.total()
-
-    plain, fp8 = measure_activations("A2"), ("--fa_quant", "fp8", "--fa_freq_cap", "1200")
-    assert plain < measure_activations("A2", "--attention_algo", "laser")
-    assert plain < (quantised := measure_activations("A5", *fp8))
-    assert measure_activations("A5", *fp8, "--quant_alltoall") < quantised
+@pytest.mark.slow
+def test_laser_and_sparse_kernels_hold_what_they_should() -> None:
+    plain, laser = (measure_dit("A2", *x) for x in ((), ("--attention_algo", "laser")))
+    assert plain.activations.total() < laser.activations.total()
     v3 = ("--use_rainfusion", "--rainfusion_type", "v3", "--mask_refresh_interval", "4")
     assert measure_dit("A5", *v3).cached["masks"] > 1e6
-    assert not {"torch_npu", "mindiesd"} & {*sys.modules}
 
 
 def measure_live_bytes(planned_run: Run) -> tuple[int, int]:
@@ -246,8 +241,8 @@ def estimate_denoising_bytes(planned_run: Run) -> int:
 @pytest.mark.parametrize("flags", ["--step_cache first_block --step_cache_force", "--nag_scale 5"])
 def test_a_real_run_holds_what_is_planned(tiny, flags: str) -> None:
     """Also while a step cache replaces its residuals."""
-    argv = ("--ckpt_dir", tiny("t2v-1.3B"), "--task", "t2v-1.3B", *SMALL, *flags.split())
-    planned_run = resolve_plan(*argv)
+    argv = (*SMALL, "--sample_steps", 3, *flags.split())
+    planned_run = resolve_plan("--ckpt_dir", tiny("t2v-1.3B"), "--task", "t2v-1.3B", *argv)
     measured, _ = measure_live_bytes(planned_run)
     assert measured <= estimate_denoising_bytes(planned_run) <= 1.05 * measured
 
@@ -285,7 +280,6 @@ TEXT_BOUND = ("--task", "t2v-1.3B", "--size", "64*64", "--frame_num", "1", "--de
         slow((*HD_EIGHT, "--offload_model", "false"), 64, "fits with offload_model=true"),
         slow(HD_EIGHT, 30, "fits with dit_fsdp on 8 ranks"),
         slow(HD_EIGHT, 2, "choose a smaller size or frame_num"),
-        slow((*TWO_RANKS, "--offload_model", "block"), 3, "fits with ring_size"),
         slow((*TWO_RANKS, "--offload_model", "cpu"), 6, "fits with offload_model=block"),
     ],
 )
@@ -349,9 +343,8 @@ def test_plan_description(hd: Planner) -> None:
 @pytest.mark.parametrize(
     ("size", "resident", "copies", "calls"),
     [
-        ("832*480", 0, 40, ", once for both guidance branches"),
-        slow("832*480", 4, 36, ", once for both guidance branches"),
-        ("1280*720", 4, 2 * 36, " in 2 forwards"),
+        ("832*480", 4, 36, ", once for both guidance branches"),
+        slow("1280*720", 0, 2 * 40, " in 2 forwards"),
     ],
 )
 def test_copied_bytes_of_streamed_blocks(size: str, resident: int, copies: int, calls: str) -> None:
@@ -366,23 +359,35 @@ def test_copied_bytes_of_streamed_blocks(size: str, resident: int, copies: int, 
     assert line.endswith(f" GB, {num_streamed} blocks{calls}, {seconds:.2f} s at 25 GB/s")
 
 
-def test_ranks_of_a_ring_that_are_measured() -> None:
+def test_ranks_of_a_ring_that_are_measured(tiny) -> None:
     """The last one, if tokens are padded, and one in the middle of a ring of both directions."""
-    argv = ("--task", "t2v-1.3B", "--frame_num", "1", "--device", "cuda", "--ulysses_size", "1")
-    for size, ring, number in (
-        ("64*64", ("--ring_size", "4"), 1),
-        ("80*48", ("--ring_size", "4"), 2),
-        ("80*48", ("--ring_size", "4", "--ring_type", "bidirectional"), 3),
+    argv = ("--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), "--frame_num", "1")
+    argv += ("--device", "cuda", "--ulysses_size", "1", "--ring_size", "4", "--size")
+    for flags, number in (
+        (("64*64",), 1),
+        (("80*48",), 2),
+        (("80*48", "--ring_type", "bidirectional"), 3),
     ):
-        plan = planner(*argv, "--size", size, *ring)
-        assert len(plan.measure_forwards(plan.setup.parallel)) == number, (size, ring)
+        plan = planner(*argv, *flags)
+        assert len(plan.measure_forwards(plan.setup.parallel)) == number, flags
 
 
 @pytest.mark.slow
-def test_fp8_exchanges_carry_scales() -> None:
-    argv = ("--task", "t2v-A14B", *HD, *EIGHT, "--chip", "A5", "--fa_quant", "fp8")
-    text = "\n".join(describe_plan(planner(*argv, "--quant_alltoall"), ""))
-    assert "35 tensors of 19.40 MB or 9.70 MB or 2.37 kB or 1.18 kB per layer" in text
+def test_descriptions_of_exchanges() -> None:
+    """Those of FP8 carry scales, and its ring gathers what cannot be merged."""
+    argv = ("--task", "t2v-A14B", *HD, "--chip", "A5", "--comm_type", 1)
+    ring, fp8 = ("--ring_size", "2", "--ulysses_size", "4"), ("--fa_quant", "fp8")
+    for flags, begin in (
+        (ring, "Ring (keys and values are passed on): 20 tensors"),
+        ((*ring, *fp8), "Ring (keys and values are gathered): 20 tensors"),
+        (
+            ("--ulysses_size", "8", *fp8, "--quant_alltoall"),
+            "All-to-all (ranks exchange heads for tokens, and back): 35 tensors of 19.40 MB or "
+            "9.70 MB or 2.37 kB or 1.18 kB per layer",
+        ),
+    ):
+        lines = describe_plan(planner(*argv, *flags), "")
+        assert any(line.startswith(begin) for line in lines), flags
 
 
 def check_bounds(plan: Planner, least: float) -> None:
@@ -401,24 +406,22 @@ HD_5B = ("--task", "ti2v-5B", "--size", "1280*704", "--frame_num")
 FSDP = ("--ulysses_size", "8", "--dit_fsdp", "--t5_fsdp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
     [
-        ("--task", "i2v-A14B", *QUARTER, "--convert_model_dtype"),
-        slow(("--task", "t2v-A14B", *HD, *EIGHT)),
-        slow(("--task", "t2v-1.3B", "--precision", "fp32", "--offload_model", "false")),
-        slow(("--task", "t2v-1.3B", "--ulysses_size", "4", "--dit_fsdp", "--t5_fsdp")),
-        slow(
-            ("--task", "t2v-A14B", "--size", "832*480", "--frame_num", "17", "--precision", "fp32")
-        ),
-        slow(("--task", "i2v-A14B", "--size", "832*480", "--frame_num", "161", *FSDP)),
-        slow(("--task", "i2v-A14B", "--size", "1280*720", "--offload_model", "false", *EIGHT[:2])),
-        slow((*HD_5B, "17", "--offload_model", "false")),
-        slow((*HD_5B, "161", *FSDP)),
-        slow(("--task", "ti2v-5B", "--offload_model", "block", "--resident_blocks", "4")),
-        slow(("--task", "vace-1.3B")),
-        slow(("--task", "vace-14B", "--offload_model", "block")),
-        slow(("--task", "vace-A14B", "--ulysses_size", "8", "--dit_fsdp")),
+        ("--task", "t2v-A14B", *HD, *EIGHT),
+        ("--task", "t2v-1.3B", "--precision", "fp32", "--offload_model", "false"),
+        ("--task", "t2v-1.3B", "--ulysses_size", "4", "--dit_fsdp", "--t5_fsdp"),
+        ("--task", "t2v-A14B", "--size", "832*480", "--frame_num", "17", "--precision", "fp32"),
+        ("--task", "i2v-A14B", "--size", "832*480", "--frame_num", "161", *FSDP),
+        ("--task", "i2v-A14B", "--size", "1280*720", "--offload_model", "false", *EIGHT[:2]),
+        (*HD_5B, "17", "--offload_model", "false"),
+        (*HD_5B, "161", *FSDP),
+        ("--task", "ti2v-5B", "--offload_model", "block", "--resident_blocks", "4"),
+        ("--task", "vace-1.3B"),
+        ("--task", "vace-14B", "--offload_model", "block"),
+        ("--task", "vace-A14B", "--ulysses_size", "8", "--dit_fsdp"),
     ],
     ids=" ".join,
 )
@@ -440,10 +443,11 @@ def check_vae_estimate(task_planner: Planner) -> None:
         assert 0.92 * expected <= estimate <= expected, (verb, estimate / expected)
 
 
-def test_the_vae_is_estimated_as_it_is_measured() -> None:
-    """Decoding selects its memory savings by this estimate, without the weights."""
+def test_no_estimate_is_above_the_plan() -> None:
+    """Decoding selects its memory savings by the estimate of the VAE, without the weights."""
     for task in ("i2v-A14B", "ti2v-5B"):
         check_vae_estimate(quarter(task, "--convert_model_dtype"))
+        check_bounds(quarter(task, "--convert_model_dtype"), 0.85)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -72,10 +73,6 @@ def test_head_ranges(local: int, world: int, most: int) -> None:
     assert max(sizes(ranges)) - min(sizes(ranges)) <= world
 
 
-def test_one_chunk_is_the_whole() -> None:
-    assert list_head_ranges(24, 4, 1) == ((0, 24),)
-
-
 @CALM
 @given(total=st.integers(0, 5000), parts=st.integers(1, 12))
 def test_near_even(total: int, parts: int) -> None:
@@ -104,19 +101,6 @@ def test_query_blocks_of_a_quantiser(rows: int, blocks: int, multiple: int) -> N
     assert all(size < rows / blocks + multiple for size in sizes(ranges))
 
 
-def test_two_blocks_of_whole_128s() -> None:
-    blocks = {
-        0: (),
-        1: ((0, 1),),
-        128: ((0, 128),),
-        129: ((0, 128), (128, 129)),
-        256: ((0, 128), (128, 256)),
-        257: ((0, 256), (256, 257)),
-        75_600: ((0, 37_888), (37_888, 75_600)),
-    }
-    assert {rows: q_ranges(rows, 2, 128) for rows in blocks} == blocks
-
-
 def test_the_published_modes() -> None:
     rows = {comm_type: (row.name, row.chunks, row.blocks) for comm_type, row in MODES.items()}
     assert rows[0] == ("baseline", 1, 1)
@@ -140,39 +124,26 @@ def test_an_order_overlaps_where_chunks_are_between_one_another() -> None:
 
 
 def test_a_run_asks_for_a_row() -> None:
-    for comm_type, row in MODES.items():
-        assert (
-            select_attention_mode(comm_type) is row
-            and select_attention_mode(comm_type, True) is OVERLAP
-        )
-    for overlap in (False, True):
-        with pytest.raises(ValueError, match=r"comm_type must be 0, 1, .*, but got nonsense\.$"):
-            select_attention_mode("nonsense", overlap)  # type: ignore[arg-type]
-
-
-def test_another_number_of_chunks() -> None:
-    """Modes with chunks accept another number; the rest of the row is unchanged."""
-    for comm_type, overlap in ((1, False), (2, False), (0, True)):
-        row, selected = (
-            select_attention_mode(comm_type, overlap),
-            select_attention_mode(comm_type, overlap, 3),
-        )
-        assert selected == replace(row, chunks=3)
+    """Modes with chunks accept another number of them; the rest of the row is unchanged."""
+    for (comm_type, row), overlap in product(MODES.items(), (False, True)):
+        row = OVERLAP if overlap else row
+        assert select_attention_mode(comm_type, overlap) is row
+        if comm_type or overlap:
+            expected = replace(row, chunks=3)
+            assert select_attention_mode(comm_type, overlap, 3) == expected
+    with pytest.raises(ValueError, match=r"comm_type must be 0, 1, .*, but got nonsense\.$"):
+        select_attention_mode("nonsense")  # type: ignore[arg-type]
     for comm_type, chunks in ((0, 2), (0, 1), (1, 0), (2, -1)):
         with pytest.raises(ValueError, match="chunks must be at least 1, and None for mode 0"):
             select_attention_mode(comm_type, chunks=chunks)
 
 
-def test_in_order() -> None:
+def test_orders() -> None:
     verbs = ("start", "attend", "finish")
     assert list(order_sequentially(3)) == [(verb, chunk) for chunk in range(3) for verb in verbs]
-
-
-def test_pipelined() -> None:
     assert " ".join(f"{verb}{chunk}" for verb, chunk in order_with_overlap(3)) == (
         "start0 start1 attend0 start2 attend1 finish0 attend2 finish1 finish2"
     )
-    assert list(order_with_overlap(1)) == list(order_sequentially(1))
 
 
 @ORDERS

@@ -33,8 +33,6 @@ from wan.kernels.forward_context import StepInfo
 from wan.modules.blocks import WanAttentionBlock
 from wan.modules.model import WanModel
 from wan.pipeline.denoise import run_both_branches
-from wan.planner import report
-from wan.planner.measure import Planner
 from wan.settings import noise_schedule
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
@@ -105,10 +103,8 @@ def test_mag_skips_what_the_published_rule_skips() -> None:
     # made by the authors' program
     assert list_skipped_steps(rule("t2v-A14B", 0.04)) == MAG_SKIPS
     assert all(rule("t2v-A14B", 0))
-    image = rule("i2v-A14B", 1, step_cache_max_skip=9)
-    assert list_skipped_steps(image)[0] == 29, (
-        "image to video: all of the high-noise expert's steps"
-    )
+    # Image to video computes all steps of the high-noise expert.
+    assert list_skipped_steps(rule("i2v-A14B", 1, step_cache_max_skip=9))[0] == 29
 
 
 def test_a_curve_is_the_growth_of_what_blocks_add(
@@ -139,10 +135,8 @@ def test_a_curve_is_the_growth_of_what_blocks_add(
     pairs = zip(inputs[::2], outputs[1::2], strict=True)  # each expert has two blocks
     norms = [(last - first).norm(dim=-1) for first, last in pairs]
     for branch, branch_norms in (("cond", norms[::2]), ("uncond", norms[1::2])):
-        growth = [
-            (b / a).mean().item()
-            for a, b in zip([branch_norms[0], *branch_norms], branch_norms, strict=False)
-        ]
+        before = [branch_norms[0], *branch_norms[:-1]]
+        growth = [(b / a).mean().item() for a, b in zip(before, branch_norms, strict=True)]
         assert curve.ratios[branch] == pytest.approx(growth, rel=1e-5)
     assert calibrate_mag.main([*argv, "--sample_guide_scale", "1"]) == 2
     assert "both guidance branches" in capsys.readouterr().err
@@ -153,10 +147,9 @@ def test_forced_steps_are_added_and_change_no_counter() -> None:
     assert list_skipped_steps(steps["cond"]) == MAG_SKIPS
     with_warmup = list_steps(plan_run("--step_cache mag --step_cache_warmup 9"))
     assert list_skipped_steps(with_warmup["cond"]) == [9, 11, 12, 14, 15, 17, 18, 20, 21, 23, 24]
-    assert policy.list_forced_steps(T2V, 0) == tuple(step in (0, 26) for step in range(40))
-    assert policy.list_forced_steps(T2V, 2) == tuple(
-        step in (0, 1, 25, 26, 27, 39) for step in range(40)
-    )
+    for warmup, forced in ((0, (0, 26)), (2, (0, 1, 25, 26, 27, 39))):
+        expected = tuple(step in forced for step in range(40))
+        assert policy.list_forced_steps(T2V, warmup) == expected
 
 
 def test_both_branches_agree_where_other_ranks_compute_each() -> None:
@@ -175,50 +168,34 @@ def test_tea_sums_up_estimated_changes() -> None:
     assert tea.apply_rule([0.0, 0.1, 0.1, 0.1, 0.2, 0.0]) == expected
 
 
-def test_tea_adds_up_for_each_branch_by_itself() -> None:
-    """Estimates of 0.3 a step and a threshold of 0.85: both compute every third step."""
-    run = plan_run(
-        "--task t2v-1.3B --sample_steps 15 --step_cache tea --step_cache_coefficients 1,0 "
-        "--step_cache_threshold 0.85"
-    )
+def test_tea_starts_anew_with_each_video() -> None:
+    """Estimates of 0.3 a step and a threshold of 0.85: both branches compute every third step."""
+    flags = "--step_cache tea --step_cache_coefficients 1,0 --step_cache_threshold 0.85"
+    run = plan_run(f"--task t2v-1.3B --sample_steps 15 {flags}")
     assert run.setup.policy is not None
-
-    def changes(_: str, timesteps: Any) -> list[float]:
-        return [0.0, *[0.3] * (len(timesteps) - 1)]
-
     expected = tuple(step % 3 == 0 or step == 14 for step in range(15))
-    for _ in range(2):  # a second video starts anew
-        steps = run.setup.policy.list_steps(run.params, compute_changes=changes)
+    for _ in range(2):
+        steps = run.setup.policy.list_steps(
+            run.params, compute_changes=lambda _, timesteps: [0.3 * (t < 999) for t in timesteps]
+        )
         assert steps == {"cond": expected, "uncond": expected}
 
 
 def test_changes_of_the_time_embedding() -> None:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"0.weight": (8, 16), "0.bias": (8,), "2.weight": (8, 8), "2.bias": (8,)}
-    weights = {
-        f"time_embedding.{name}": torch.randn(shape, generator=generator)
-        for name, shape in shapes.items()
-    }
-    layers = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.SiLU(), torch.nn.Linear(8, 8))
-    layers.load_state_dict({name.split(".", 1)[1]: value for name, value in weights.items()})
+    layers = nn.Sequential(nn.Linear(16, 8), nn.SiLU(), nn.Linear(8, 8))
+    weights = {f"time_embedding.{name}": x for name, x in layers.state_dict().items()}
     angles = torch.tensor([[900.0], [700.0]]) * 10000.0 ** -(torch.arange(8) / 8)
-    first_embedding, second_embedding = layers(torch.cat((angles.cos(), angles.sin()), -1))
+    before, after = layers(torch.cat((angles.cos(), angles.sin()), -1))
     first, second = compute_embedding_changes(weights, [900, 700])
-    assert first == 0
-    assert second == pytest.approx(
-        ((second_embedding - first_embedding).abs().mean() / first_embedding.abs().mean()).item(),
-        rel=1e-4,
-    )
+    change = (after - before).abs().mean() / before.abs().mean()
+    assert first == 0 and second == pytest.approx(change.item(), rel=1e-4)
 
 
-def test_the_attention_cache_follows_the_vendors_rule() -> None:
-    steps = list_steps(plan_run("--use_attentioncache --attentioncache_interval 4 --start_step 12"))
-    # the second expert begins with step 26
+def test_steps_that_published_rules_leave_out() -> None:
+    """The second expert begins with step 26; cfg leaves out late steps of one branch."""
+    attention = "--use_attentioncache --attentioncache_interval 4 --start_step 12"
     expected = [s for s in range(13, 38) if (s - 12) % 4 and s != 26]
-    assert list_skipped_steps(steps["cond"]) == expected
-
-
-def test_the_unconditional_branch_is_left_out_late() -> None:
+    assert list_skipped_steps(list_steps(plan_run(attention))["cond"]) == expected
     steps = list_steps(plan_run("--step_cache cfg"))
     assert all(steps["cond"])
     assert list_skipped_steps(steps["uncond"]) == [27, 28, 29, 30, 32, 33, 34, 35]
@@ -238,30 +215,22 @@ def test_timesteps_are_the_solvers() -> None:
 def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
     published = mag.load_published_curve("t2v-A14B", False)
     assert published is not None
-    path = tmp_path / "curve.json"
+    path, ratios = tmp_path / "curve.json", published.ratios["cond"]
     published.save(path)
     loaded = mag.read_curve(path)
     assert (loaded.ratios, loaded.steps, loaded.origin) == (published.ratios, 40, str(path))
     request = plan_run("--step_cache mag").params
     assert loaded.resample(request) is loaded.ratios
     resampled = loaded.resample(replace(request, sample_steps=20))["cond"]
-    assert resampled[0] == published.ratios["cond"][0] and len(resampled) == 20
-    assert resampled[13] == published.ratios["cond"][26], "each phase begins with its own"
-    assert (
-        resampled[12] == published.ratios["cond"][25]
-        and resampled[-1] == published.ratios["cond"][-1]
-    )
+    assert len(resampled) == 20, "each phase begins and ends with its own"
+    assert [resampled[step] for step in (0, 12, 13, 19)] == [ratios[s] for s in (0, 25, 26, 39)]
     short = loaded.resample(replace(request, sample_steps=3))["cond"]
-    assert short[-1] == published.ratios["cond"][-1], "the only step of the low-noise expert"
+    assert short[-1] == ratios[-1], "the only step of the low-noise expert"
     with pytest.raises(InputError, match="the boundary differs"):
         loaded.resample(replace(request, boundary=0.95))
     record = json.loads(path.read_text())
-    for change in (
-        {"steps": 39},
-        {"ratios": {}},
-        {"sample_shift": "x"},
-        {"task": None, "steps": None},
-    ):
+    damage = {"steps": 39}, {"ratios": {}}, {"sample_shift": "x"}, {"task": None, "steps": None}
+    for change in damage:
         path.write_text(json.dumps(record | change))
         with pytest.raises(InputError, match=r"curve\.json"):
             mag.read_curve(path)
@@ -323,10 +292,9 @@ def test_a_skipped_step_adds_the_kept_residual() -> None:
     cache, blocks = make_cache("tea"), Blocks(0.5, 1.0)
     x = torch.randn(1, 6, 4)
     cache.start_run(make_step_lists(True, False, True, False))
-    torch.testing.assert_close(apply_cache(cache, blocks, x, step(0)), 3 * x)
-    torch.testing.assert_close(apply_cache(cache, blocks, x + 1, step(1)), x + 1 + 2 * x)
-    torch.testing.assert_close(apply_cache(cache, blocks, 2 * x, step(2)), 6 * x)
-    torch.testing.assert_close(apply_cache(cache, blocks, x, step(3)), x + 4 * x)
+    steps = ((x, 3 * x), (x + 1, x + 1 + 2 * x), (2 * x, 6 * x), (x, x + 4 * x))
+    for index, (value, expected) in enumerate(steps):
+        torch.testing.assert_close(apply_cache(cache, blocks, value, step(index)), expected)
     assert blocks.calls == [2, 2] and cache.computed_indices == {"cond": [0, 2]}
 
 
@@ -356,18 +324,15 @@ def test_another_expert_or_grid_reuses_nothing() -> None:
         assert blocks.calls == [3], "what the first expert kept is gone"
 
 
-def test_branches_samples_and_runs_have_their_own() -> None:
+def test_another_video_reuses_nothing() -> None:
     cache, blocks = make_cache("tea"), Blocks(1.0)
     x = torch.randn(1, 6, 4)
-    cache.start_run(make_step_lists(False, False))
-    for branch in ("cond", "uncond"):
-        apply_cache(cache, blocks, x, step(0, branch=branch))
-    assert blocks.calls == [2]
-    apply_cache(cache, blocks, x, step(1))
-    assert blocks.calls == [2] and cache.count_skipped_steps() == 1
-    cache.start_run(make_step_lists(False, False))
-    apply_cache(cache, blocks, x, step(1))
-    assert blocks.calls == [3] and cache.count_skipped_steps() == 0
+    for calls, skipped in ((1, 1), (2, 1)):
+        cache.start_run(make_step_lists(False, False))
+        assert cache.count_skipped_steps() == 0
+        for index in (0, 1):
+            apply_cache(cache, blocks, x, step(index))
+        assert blocks.calls == [calls] and cache.count_skipped_steps() == skipped
 
 
 TURNS = [(branch, sample) for branch in policy.BRANCHES for sample in (0, 1)]
@@ -455,14 +420,12 @@ def test_attention_outputs_are_kept_for_the_next_steps_only() -> None:
     cache.start_run(make_step_lists(True, False, False, True))
     with torch.inference_mode():
         returned = [[cache(attend, step(index), layer) for layer in (0, 1)] for index in range(4)]
-    assert (
-        len(computed) == 4 and returned[1][0] is returned[0][0] and returned[2][1] is returned[0][1]
-    )
-    assert returned[3][0] is computed[2]
+    assert len(computed) == 4 and returned[3][0] is computed[2]
+    assert returned[1][0] is returned[0][0] and returned[2][1] is returned[0][1]
     assert (cache.computed_indices, cache.skipped_indices) == ({"cond": [0, 3]}, {"cond": [1, 2]})
-    alive = [weakref.ref(x) for x in computed]
+    alive = weakref.WeakSet(computed)
     computed.clear(), returned.clear()
-    assert not any(ref() is not None for ref in alive), "nobody will ask for them again"
+    assert not alive, "nobody will ask for them again"
 
 
 @pytest.mark.parametrize(("h", "w"), [(8, 8), (5, 7)])
@@ -481,9 +444,8 @@ def test_the_rebuilt_branch_has_the_kept_difference(h: int, w: int) -> None:
     predictions = {"cond": later}
     branches = cache(1, run_both_branches, predictions.__getitem__)
     torch.testing.assert_close(branches[1], later + slow + 1.2 * fast)
-    assert cache.computed_indices == {"cond": [0, 1], "uncond": [0]} and cache.skipped_indices == {
-        "uncond": [1]
-    }
+    assert cache.computed_indices == {"cond": [0, 1], "uncond": [0]}
+    assert cache.skipped_indices == {"uncond": [1]}
 
 
 # Values and parameters with which a policy skips steps of a random network.
@@ -495,34 +457,25 @@ POLICY_FLAGS: dict[str, tuple[str, ...]] = {
 }
 
 
-Forward = tuple[str, int, int, int]
-"""Branch, step, blocks and self-attentions that ran."""
+def record_forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, int]]:
+    """Records branch, step, number of blocks and of self-attentions of every forward."""
+    forward, forwards, names = WanModel.forward, list[tuple[str, int, int, int]](), list[str]()
 
+    def note(module: nn.Module, *_: object) -> None:
+        names.append(type(module).__name__)
 
-def record_forwards(monkeypatch: pytest.MonkeyPatch) -> list[Forward]:
-    """Records the forwards of every network."""
-    forward, forwards, counts = WanModel.forward, list[Forward](), [0, 0]
-
-    def count(index: int) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            counts[index] += 1
-
-        return hook
-
-    def count_and_forward(self: WanModel, *args: Any, step: StepInfo, **more: Any) -> list[Tensor]:
-        hooks = [
-            module.register_forward_hook(count(index))
-            for block in self.blocks
-            for index, module in enumerate((block, block.self_attn))
-        ]
-        counts[:] = 0, 0
+    def record(self: WanModel, *args: Any, step: StepInfo, **more: Any) -> list[Tensor]:
+        modules = [module for block in self.blocks for module in (block, block.self_attn)]
+        hooks = [module.register_forward_hook(note) for module in modules]
+        names.clear()
         result = forward(self, *args, step=step, **more)
+        counts = (names.count(type(module).__name__) for module in modules[:2])
         forwards.append((step.branch, step.index, *counts))
         for hook in hooks:
             hook.remove()
         return result
 
-    monkeypatch.setattr(WanModel, "forward", count_and_forward)
+    monkeypatch.setattr(WanModel, "forward", record)
     return forwards
 
 
@@ -556,16 +509,9 @@ def test_a_run_computes_what_its_policy_promises(
     assert planned_steps is not None
     for branch, row in planned_steps.items():
         row_steps = [step for step, computes in enumerate(row) if computes]
-        assert (
-            {*row_steps} <= {*full_steps[branch]}
-            if implementation.decides_per_step
-            else row_steps == full_steps[branch]
-        )
-    (line,) = (
-        line
-        for line in report.describe_plan(Planner(run.setup, run.params), "ti2v-5B")
-        if line.startswith("Step cache")
-    )
+        assert {*row_steps} <= {*full_steps[branch]}
+        assert implementation.decides_per_step or row_steps == full_steps[branch]
+    line = implementation.describe(run.params, sync_branches=False)
     for branch, row_steps in re.findall(r"(\w+) computes \d+ of 20 steps \(([\d,-]+)\)", line):
         assert listed_values("", row_steps) == (*full_steps[branch],)
     promised = re.search(r"at most ([\d.]+) times as fast", line)
@@ -575,15 +521,11 @@ def test_a_run_computes_what_its_policy_promises(
 
 
 def test_the_documents_name_each_policy() -> None:
-    """The documents name its effect, its parameters and its threshold."""
+    """They have its effect, its parameters and its threshold."""
     lines = (Path(__file__).parents[2] / "docs" / "step_caches.md").read_text().splitlines()
     for row in POLICIES.values():
         (line,) = (line for line in lines if line.startswith(f"| `{row.value}` | {row.help}"))
-        parameters = [
-            name for name in row.parameters if name not in ("step_cache_warmup", "step_cache_order")
-        ]
-        assert all(f"`--{name}`" in line for name in parameters), row.value
-        assert (
-            row.default_threshold is None
-            or f"`--step_cache_threshold` ({row.default_threshold:g}" in line
-        )
+        for name in {*row.parameters} - {"step_cache_warmup", "step_cache_order"}:
+            assert f"`--{name}`" in line, row.value
+        if row.default_threshold is not None:
+            assert f"`--step_cache_threshold` ({row.default_threshold:g}" in line

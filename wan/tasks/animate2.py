@@ -258,8 +258,7 @@ class Animate2Clips(AnimateClips):
         params = self._params
         self._last_frames = frames_3FHW[:, -(params.refert_num or 0) :].float().contiguous()
         width, height = params.video_size
-        content_size = fit_into(_round_image_size(params), params.frame_size)
-        x, y = _center(content_size, params.frame_size)
+        x, y = compute_content_offset(params)
         frames = super().trim_frames(index, frames_3FHW)
         return frames[..., y : y + height, x : x + width]
 
@@ -349,6 +348,11 @@ def letterbox_frames(frames: Iterable[Image.Image], size: Size, resampling: str)
         canvases.append(Image.new("RGB", size))
         canvases[-1].paste(resized, _center(resized.size, size))
     return normalize_video_frames(np.stack([np.asarray(canvas) for canvas in canvases]))
+
+
+def compute_content_offset(params: VideoParams) -> tuple[int, int]:
+    """Returns the offset (x, y) of the part of the frames that shows the image."""
+    return _center(fit_into(_round_image_size(params), params.frame_size), params.frame_size)
 
 
 def _center(size: Size, frame: Size) -> tuple[int, int]:
