@@ -143,14 +143,14 @@ def _unpack_k_scales(scale: Tensor, min_scale: Tensor, packed: Tensor) -> tuple[
     scales = first & 0x3F3F3F3F, (last & 0x0F0F0F0F) | ((first >> 2) & 0x30303030)
     offsets = second & 0x3F3F3F3F, ((last >> 4) & 0x0F0F0F0F) | ((second >> 2) & 0x30303030)
     return (
-        (_read_float16(scale) * _join_bytes(*scales)).unsqueeze(-1),
-        (_read_float16(min_scale) * _join_bytes(*offsets)).unsqueeze(-1),
+        (_read_float16(scale) * _join_bytes(scales)).unsqueeze(-1),
+        (_read_float16(min_scale) * _join_bytes(offsets)).unsqueeze(-1),
     )
 
 
-def _join_bytes(left: Tensor, right: Tensor) -> Tensor:
+def _join_bytes(integers: tuple[Tensor, Tensor]) -> Tensor:
     """Returns the bytes of two int32 [B] as float32 [B,8]."""
-    return torch.stack([left, right], dim=1).view(torch.uint8).float()
+    return torch.stack(integers, dim=1).view(torch.uint8).float()
 
 
 def _split_q4_k(blocks: Tensor) -> tuple[Tensor, ...]:

@@ -76,7 +76,7 @@ class CompiledDequantizer:
         return self._works
 
 
-def _unpack_bits(packed: Tensor, width: int, bits: int) -> Tensor:
+def _unpack_bits_in_rows(packed: Tensor, width: int, bits: int) -> Tensor:
     """Unpacks as its eager twin does, from bytes [B,bytes] to uint8 [B,8,32]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1, 1)
     groups = packed.view(-1, packed.shape[1] // width, 1, width // 32, 32)
@@ -95,28 +95,28 @@ def _fill_q8_0(out: Tensor, values: Tensor, scales: Tensor) -> None:
 
 
 def _fill_q6_k(out: Tensor, low_bits: Tensor, high_bits: Tensor, scales: Tensor) -> None:
-    values = _unpack_bits(low_bits, 64, 4) | (_unpack_bits(high_bits, 32, 2) << 4)
+    values = _unpack_bits_in_rows(low_bits, 64, 4) | (_unpack_bits_in_rows(high_bits, 32, 2) << 4)
     out.view(-1, 8, 32).copy_((values.float() - 32) * _repeat_in_rows(scales))
 
 
 def _fill_q5_k(
     out: Tensor, low_bits: Tensor, high_bits: Tensor, scales: Tensor, offsets: Tensor
 ) -> None:
-    values = _unpack_bits(low_bits, 32, 4) | (_unpack_bits(high_bits, 32, 1) << 4)
+    values = _unpack_bits_in_rows(low_bits, 32, 4) | (_unpack_bits_in_rows(high_bits, 32, 1) << 4)
     out.view(-1, 8, 32).copy_(values.float() * scales - offsets)
 
 
 def _fill_q4_k(out: Tensor, low_bits: Tensor, scales: Tensor, offsets: Tensor) -> None:
-    out.view(-1, 8, 32).copy_(_unpack_bits(low_bits, 32, 4).float() * scales - offsets)
+    out.view(-1, 8, 32).copy_(_unpack_bits_in_rows(low_bits, 32, 4).float() * scales - offsets)
 
 
 def _fill_q3_k(out: Tensor, low_bits: Tensor, high_bits: Tensor, scales: Tensor) -> None:
-    values = _unpack_bits(low_bits, 32, 2) | (_unpack_bits(high_bits, 32, 1) << 2)
+    values = _unpack_bits_in_rows(low_bits, 32, 2) | (_unpack_bits_in_rows(high_bits, 32, 1) << 2)
     out.view(-1, 8, 32).copy_((values.float() - 4) * _repeat_in_rows(scales))
 
 
 def _fill_q2_k(out: Tensor, low_bits: Tensor, scales: Tensor, offsets: Tensor) -> None:
-    values = _unpack_bits(low_bits, 32, 2).float() * _repeat_in_rows(scales)
+    values = _unpack_bits_in_rows(low_bits, 32, 2).float() * _repeat_in_rows(scales)
     out.view(-1, 8, 32).copy_(values - _repeat_in_rows(offsets))
 
 
