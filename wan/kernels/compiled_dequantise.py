@@ -1,8 +1,8 @@
 """Dequantizes a GGUF weight to bfloat16 in one pass on a CPU, compiled by torch.compile.
 
 The compiler makes one vectorized loop of a function here only if it computes rows of 32 values of
-constant shape, and if the scales of the sub-blocks are its arguments. FP8, Q4_0 and Q5_0 were slower
-compiled than eager; they and the remaining types are not compiled.
+constant shape, and if the scales of the sub-blocks are its arguments. FP8, Q4_0 and Q5_0 were
+slower compiled than eager; they and the remaining types are not compiled.
 
 Legend: B blocks.
 """
