@@ -1,4 +1,4 @@
-"""Quantised DiT weights: the int8 linear layer, exports that are written, refused and loaded."""
+"""Exports of int8 DiT weights that are written, refused and loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -29,7 +28,7 @@ from tools.quantize_dit import quantize_checkpoint
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import load_rotations
 from wan.checkpoint.w8a8_export import QuantizedDit, check_export_device, read_quantized_dit
-from wan.kernels.int8_linear import W8A8Linear, multiply_padded, quantize_per_token
+from wan.kernels.int8_linear import W8A8Linear, quantize_per_token
 from wan.modules.model import WanModel
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
@@ -68,95 +67,6 @@ def broken(export: Export, tmp_path: Path) -> Path:
 def read_export(folder: Path, checkpoint: Path, **changes: Any) -> QuantizedDit:
     options = {"device": "cpu", "dit_fsdp": False, "fa_quant": None, **changes}
     return read_quantized_dit(folder, inspect_checkpoint(checkpoint), **options)
-
-
-# --- the layer
-
-
-def make_layer(
-    rows: int = 24, columns: int = 40, smooth: bool = False, **options: Any
-) -> W8A8Linear:
-    generator = torch.Generator().manual_seed(rows)
-    weight = torch.randint(-127, 128, (rows, columns), generator=generator, dtype=torch.int8)
-    scale = torch.rand(rows, 1, generator=generator) / 500
-    bias = torch.randn(rows, generator=generator)
-    factors = torch.rand(columns, generator=generator) + 0.5 if smooth else None
-    return W8A8Linear(weight, scale, bias, factors, **{"dtype": torch.float32, **options})
-
-
-def apply_with_numpy(linear: W8A8Linear, x: np.ndarray) -> np.ndarray:
-    """The definition in float32, sums as 64-bit integers."""
-    if linear.factors is not None:
-        x = x * linear.factors.numpy()
-    scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
-    payload = np.rint(x / scale).astype(np.int64)
-    sums = payload @ linear.weight.numpy().astype(np.int64).T
-    return sums.astype(np.float32) * linear.weight_scale.numpy() * scale + linear.bias.numpy()
-
-
-def test_layer_bit_for_bit() -> None:
-    for smooth in (False, True):
-        linear = make_layer(smooth=smooth)
-        x = torch.randn(2, 7, 40, generator=torch.Generator().manual_seed(1)) * 3
-        out = linear(x)
-        assert out.shape == (2, 7, 24) and out.dtype == torch.float32
-        assert np.array_equal(out.numpy(), apply_with_numpy(linear, x.numpy())), smooth
-
-
-def test_layer_rounds_its_parameters_to_the_model_dtype() -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        exact, linear = make_layer(), make_layer(dtype=dtype)
-        assert torch.equal(linear.weight_scale, exact.weight_scale.to(dtype).float())
-        assert torch.equal(linear.bias, exact.bias.to(dtype).float())
-        x = torch.randn(9, 40, generator=torch.Generator().manual_seed(2)).to(dtype)
-        out, expected = (
-            linear(x),
-            torch.from_numpy(apply_with_numpy(linear, x.float().numpy())).to(dtype),
-        )
-        assert out.dtype == dtype and torch.equal(out, expected)
-
-
-def test_layer_is_close_to_the_product_of_the_dequantised_weight() -> None:
-    linear = make_layer(128, 256)
-    x = torch.randn(50, 256, generator=torch.Generator().manual_seed(3))
-    exact = F.linear(x.double(), linear.weight * linear.weight_scale.double()[:, None])
-    error = linear(x).double() - linear.bias - exact
-    assert 1e-4 < error.norm() / exact.norm() < 0.012  # 8 bits of a normal distribution: 0.7 %
-
-
-def test_layer_sees_each_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bits of a token are the same in any call and in any slice of one."""
-    linear = make_layer()
-    x = torch.randn(1, 33, 40, generator=torch.Generator().manual_seed(4))
-    output = linear(x)
-    for part in (slice(0, 1), slice(5, 29)):
-        assert torch.equal(linear(x[:, part]), output[:, part])
-    ten_rows = 24 * 10
-    monkeypatch.setattr("wan.kernels.int8_linear.get_int8_slice_numel", lambda _: ten_rows)
-    assert torch.equal(linear(x), output)
-
-
-def test_layer_of_zeros_gives_the_bias() -> None:
-    linear = make_layer()
-    out = linear(torch.zeros(2, 40))
-    assert torch.equal(out, linear.bias.expand(2, -1))
-    assert linear(torch.zeros(1, 0, 40)).shape == (1, 0, 24)
-    payload, scale = quantize_per_token(torch.zeros(2, 40))
-    assert not payload.any() and torch.equal(scale, torch.ones(2, 1))  # no division by zero
-
-
-def test_product_within_the_limits_of_cuda() -> None:
-    """17 rows or more and other sizes that divide by 8; zeros change no sum."""
-
-    def multiply(a: Tensor, b: Tensor) -> Tensor:
-        assert len(a) > 16 and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0
-        return torch._int_mm(a, b)
-
-    for rows, sizes in product((1, 17, 40), ((24, 40), (30, 45))):
-        weight, x = make_layer(*sizes).weight, make_layer(rows, sizes[1]).weight
-        out = multiply_padded(multiply, x, weight)
-        exact = x.numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T
-        assert np.array_equal(out, exact), (rows, sizes)
 
 
 # --- the tool
