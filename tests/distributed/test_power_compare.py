@@ -44,7 +44,8 @@ def run_control(topology: Topology, tokens: int) -> tuple[bool, int]:
     )
 
     def attend() -> torch.Tensor:
-        call = switchable_layer.start(qkv[0].flatten(2), 12, valid_len=tokens, step=step)
+        keywords = {"valid_len": tokens, "step": step, "reference": None}  # those of a block
+        call = switchable_layer.start(qkv[0].flatten(2), 12, **keywords)
         for index, x in enumerate(qkv):
             call.write(index, x)
         return call.finish()

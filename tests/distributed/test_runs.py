@@ -121,7 +121,7 @@ def check_run(run: Run, arguments: list[str], tmp_path: Path) -> str:
     actual, record, text = make_latents(run.ranks, rank_arguments, tmp_path / "v.mp4")
     suffixes = {path.suffix for path in tmp_path.glob("v.*")}
     assert suffixes == {".mp4", ".json", ".safetensors"}, "only rank 0 writes"
-    cache, halves = record["step_cache"], "--cfg_size" in run.rank_flags
+    cache, halves = record.get("step_cache"), "--cfg_size" in run.rank_flags
     if cache is not None:
         computed = cache["computed"]
         assert not halves or computed["cond"] == computed["uncond"] or cache["policy"] == "cfg"

@@ -110,7 +110,7 @@ def test_any_height_and_number_of_ranks(
     """
     shapes = [*SHAPES, (2, 3, 2, 7)] if version == "2.1" else SHAPES
     shapes = [*shapes, WIDE] if dtype == torch.float32 else shapes
-    shapes = [*shapes, LONG] if world == 4 else shapes
+    shapes = [*shapes, LONG] if world == 4 and dtype == torch.float64 else shapes
     task, file = FILES[version]
     main, *idle_results = run_on_ranks(world, compute_distances, tiny(task) / file, shapes, dtype)
     assert len(main) == len(shapes) and not any(idle_results)

@@ -175,7 +175,7 @@ LAYOUTS = {
     2: [Topology(2, 1), Topology(1, 2)],
     3: [Topology(3, 1), Topology(1, 3, "bidirectional")],
     4: [Topology(4, 1), Topology(2, 2, "bidirectional"), Topology(1, 4)],
-    8: [Topology(8, 1), Topology(4, 2), Topology(2, 4, "bidirectional")],
+    8: [Topology(4, 2), Topology(2, 4, "bidirectional")],  # there are six heads
 }
 CALLS = [(0, 900, "cond"), (0, 900, "uncond"), (1, 300, "cond")]
 TEXTS = {"cond": 7, "uncond": 20}

@@ -107,12 +107,13 @@ def test_no_gain_has_a_reason() -> None:
             assert text in reason
 
 
-@pytest.mark.parametrize("setting", ["quant_alltoall", "use_rainfusion"])
-def test_attention_settings_without_the_control_with_idle_gaps(setting: str) -> None:
+def test_runs_without_the_control_with_idle_gaps() -> None:
     variants = list_variants((0, 1, 2), ())
-    assert drop_unsupported_control(variants, Attention()) == variants
-    supported = drop_unsupported_control(variants, Attention(**{setting: True}))
-    assert supported == [variant for variant in variants if variant != CONTROL]
+    assert drop_unsupported_control(variants, Attention(), False) == variants
+    unsupported = [(Attention(quant_alltoall=True), False), (Attention(use_rainfusion=True), False)]
+    for attention, has_reference in (*unsupported, (Attention(), True)):
+        supported = drop_unsupported_control(variants, attention, has_reference)
+        assert supported == [variant for variant in variants if variant != CONTROL]
 
 
 def test_equal_numbers_of_a_row_are_both_shown() -> None:

@@ -163,11 +163,15 @@ def _parse_compare_options(argv: Sequence[str]) -> Namespace:
     return options
 
 
-def drop_unsupported_control(variants: list[Variant], attention: Attention) -> list[Variant]:
-    """Removes the control with idle gaps where these attention settings do not support it."""
-    if not (attention.quant_alltoall or attention.use_rainfusion):
+def drop_unsupported_control(
+    variants: list[Variant], attention: Attention, has_reference_kv: bool
+) -> list[Variant]:
+    """Removes the control with idle gaps where a task or its attention does not support it."""
+    if not (attention.quant_alltoall or attention.use_rainfusion or has_reference_kv):
         return variants
-    logger.info("No run with rests only: not with --quant_alltoall or --use_rainfusion.")
+    logger.info(
+        "No run with rests only: not with --quant_alltoall, --use_rainfusion or a reference video."
+    )
     return [variant for variant in variants if not variant.adds_idle_gaps]
 
 
@@ -177,7 +181,9 @@ def _run_comparison(options: Namespace, run: Run, groups: ParallelGroups | None)
         raise InputError("`ulysses_size`", 1, "has no exchanges to compare", "give a larger one")
     from wan.power.rounds import ComparisonRounds
 
-    variants = drop_unsupported_control(options.variants, run.setup.attention)
+    variants = drop_unsupported_control(
+        options.variants, run.setup.attention, run.setup.preset.has_reference_kv
+    )
     if options.quick and run.setup.policy is not None:
         why = "takes single steps, and a step cache needs all of them"
         raise InputError("--quick", None, why, "drop it or --step_cache")

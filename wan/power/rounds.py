@@ -19,6 +19,7 @@ from torch import Tensor
 from wan.app.run import Run
 from wan.distributed.mesh import ParallelGroups
 from wan.distributed.ulysses import SINGLE_RANK, Group, all_to_all_4D
+from wan.kernels.forward_context import StepInfo
 from wan.media import video_writer
 from wan.metering.exchange_order import TRACE_KIND
 from wan.metering.meter import (
@@ -32,7 +33,7 @@ from wan.metering.nvml import ClockLock
 from wan.metering.power_source import MeterError
 from wan.metering.recording import TraceRecording, make_exchange_plan
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.interfaces import AttentionCall, SelfAttention, TensorCall
+from wan.modules.interfaces import AttentionCall, LayerReference, SelfAttention, TensorCall
 from wan.pipeline import build
 from wan.pipeline.denoise import DenoisingLoop
 from wan.power.variants import Variant, VariantResult, measure_chunk_gaps, summarize_traces
@@ -104,9 +105,18 @@ class IdleGapAttention:
             Variant("a head chunk", 0), base_layer, SINGLE_RANK
         )
 
-    def start(self, *_: Any, **context: Any) -> TensorCall:
-        """Starts a call; arguments as for `FAPowerCapAttention`."""
-        return TensorCall(partial(self, **context))
+    def start(
+        self,
+        x_BLC: Tensor,
+        num_heads: int,
+        *,
+        valid_len: int | None = None,
+        step: StepInfo | None = None,
+        reference: LayerReference | None = None,
+    ) -> TensorCall:
+        """Starts a call; arguments as for `SelfAttention`, without a reference video."""
+        assert reference is None, "drop_unsupported_control has removed this control"
+        return TensorCall(partial(self, valid_len=valid_len, step=step))
 
     def __call__(self, *qkv_BsND: Tensor, **context: Any) -> Tensor:
         heads = count_heads_per_rank(qkv_BsND[0].shape[2], self.world_size)
