@@ -83,7 +83,8 @@ def write_vocabulary(path: Path, values: Mapping[str, Any]) -> Path:
     """Writes a text encoder's file with values of a vocabulary, by llama.cpp's keys."""
     writer = gguf.GGUFWriter(path, "t5encoder")
     for name, value in values.items():
-        kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        kinds: dict[type, Callable[..., None]] = {str: writer.add_string, int: writer.add_uint32}
+        kinds[float] = writer.add_float32
         kinds.get(type(value), writer.add_array)(f"tokenizer.ggml.{name}", value)
     writer.add_tensor("enc.output_norm.weight", torch.zeros(4).numpy())
     finish_gguf(writer)
