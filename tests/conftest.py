@@ -78,7 +78,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    if "tests.dist" in sys.modules:  # a collected test starts ranks
+    # If a collected test starts ranks; those on simulated NPUs import the vendor's packages anew.
+    if "tests.dist" in sys.modules and "torch_npu" not in sys.modules:
         capture = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()  # for the output of ranks, too
         sys.modules["tests.dist"].fork_server()
