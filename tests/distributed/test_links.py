@@ -98,7 +98,7 @@ def run_machine(names: list[str], arguments: list[str]) -> int:
 BREAKS = {
     "cut": lambda switch: switch.set(0, 1),
     "slowed to 1 Mbit/s": lambda switch: switch.limit(125_000),
-    "slowed to 8 kbit/s": lambda switch: switch.limit(1_000),
+    "slowed to 0.8 kbit/s": lambda switch: switch.limit(100),
     "losing 5 %": lambda switch: switch.set(0.01, 0.05),
     "losing 70 %": lambda switch: switch.set(0.01, 0.7),
 }
