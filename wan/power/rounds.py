@@ -19,7 +19,6 @@ from torch import Tensor
 from wan.app.run import Run
 from wan.distributed.mesh import ParallelGroups
 from wan.distributed.ulysses import SINGLE_RANK, Group, all_to_all_4D
-from wan.kernels.forward_context import StepInfo
 from wan.media import video_writer
 from wan.metering.exchange_order import TRACE_KIND
 from wan.metering.meter import (
@@ -105,18 +104,10 @@ class IdleGapAttention:
             Variant("a head chunk", 0), base_layer, SINGLE_RANK
         )
 
-    def start(
-        self,
-        x_BLC: Tensor,
-        num_heads: int,
-        *,
-        valid_len: int | None = None,
-        step: StepInfo | None = None,
-        reference: LayerReference | None = None,
-    ) -> TensorCall:
+    def start(self, *_: Any, reference: LayerReference | None = None, **context: Any) -> TensorCall:
         """Starts a call; arguments as for `SelfAttention`, without a reference video."""
         assert reference is None, "drop_unsupported_control has removed this control"
-        return TensorCall(partial(self, valid_len=valid_len, step=step))
+        return TensorCall(partial(self, **context))
 
     def __call__(self, *qkv_BsND: Tensor, **context: Any) -> Tensor:
         heads = count_heads_per_rank(qkv_BsND[0].shape[2], self.world_size)
