@@ -77,7 +77,7 @@ def test_compiled_values_of_any_bytes(kind: str) -> None:
         stored = make_random_rows(kind, rows)
         values, expected = torch.empty(rows, 512).bfloat16(), dequantize(stored.numpy(), kind)
         with torch.inference_mode():
-            assert dequantizer.fill(kind, stored, values)
+            assert dequantizer.fill(kind, stored, None, values)
         torch.testing.assert_close(values, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
