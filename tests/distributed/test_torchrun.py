@@ -199,7 +199,8 @@ def check_ending(sentence: str, number: signal.Signals | None, *argv: object) ->
         if number is not None:
             os.kill(agent.processes[0].pid, number)
         (code,) = agent.wait_for_exit(300)  # with its ranks; long, because the machine may be busy
-    (line,) = agent.lines()
+    line, *others = agent.lines()
+    assert not others, agent.format_outputs()
     assert code and line.startswith(sentence), agent.format_outputs()
     reasons = agent.texts[0].count("RuntimeError: ")  # a traceback and the sentence
     assert reasons == (2 if sentence == DEFECT else 0), agent.format_outputs()
