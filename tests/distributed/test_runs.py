@@ -51,7 +51,7 @@ RUNS = {
         2,
         "--cfg_size 2",
     ),
-    "easy": Run("--step_cache easy --step_cache_threshold 0.3 --sample_steps 16", 4, SQUARE),
+    "easy": Run("--step_cache easy --step_cache_threshold 1 --sample_steps 16", 4, SQUARE),
     "dmd": Run(f"{SOLVER} dmd --timesteps 1000,757,522", 4, HALVES),
     "rcm": Run(f"{SOLVER} rcm --sample_steps 4", 2, "--comm_type 1"),
     "rcm, ode": Run(f"{SOLVER} rcm --sample_steps 3 --ode --boundary_step 1", 2, "--cfg_size 2"),

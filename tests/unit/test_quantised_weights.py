@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.conftest import slow
+from tests.gguf_files import make_gguf_folders
 from tests.pipelines import build_cpu_pipeline
 from tests.refusals import check_refusals, get_refusal
 from tools import quantize_dit
@@ -128,6 +129,17 @@ def test_tool_reads_diffusers_folders(tiny: Any, export: Export, tmp_path: Path)
     folder = quantize_checkpoint(tiny("t2v-1.3B", "diffusers"), tmp_path / "q")
     for name in (DESCRIPTION, WEIGHTS):
         assert (folder / name).read_bytes() == (export() / name).read_bytes()
+
+
+def test_tool_reads_gguf_files(tiny: Any, tmp_path: Path) -> None:
+    """The integers are those of the dequantized weights."""
+    stored, plain = make_gguf_folders(tiny("t2v-1.3B"), "Q8_0", tmp_path)
+    exports = [
+        quantize_checkpoint(path, tmp_path / str(i)) for i, path in enumerate((stored, plain))
+    ]
+    for name in (DESCRIPTION, WEIGHTS):
+        assert (exports[0] / name).read_bytes() == (exports[1] / name).read_bytes()
+    read_export(exports[0], stored)
 
 
 def test_tool_refuses_and_leaves_nothing(

@@ -57,9 +57,12 @@ def list_checkpoints(out: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
     folder = out / "fp8"
     yield "FP8", folder if folder.is_dir() else write_fp8_copy(DEMO, folder), {}
     yield "FP8, `--fp8_weights multiply`", folder, {"fp8_weights": "multiply"}
-    folder = out / "int8"
-    quantised = folder if folder.is_dir() else quantize_checkpoint(DEMO, folder)
-    yield "int8 (W8A8_DYNAMIC)", DEMO, {"quant_dit_path": str(quantised)}
+    q8_0 = out / "Q8_0" / "gguf" / DEMO.name
+    for name, source in {"int8": DEMO, "int8_from_Q8_0": q8_0}.items():
+        folder = out / name
+        quantised = folder if folder.is_dir() else quantize_checkpoint(source, folder)
+        label = name.replace("_", " ").replace("int8", "int8 (W8A8_DYNAMIC)")
+        yield label, source, {"quant_dit_path": str(quantised)}
 
 
 def count_weight_bytes(checkpoint: Path, loading: dict[str, Any]) -> int:
