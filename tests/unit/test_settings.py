@@ -419,6 +419,8 @@ def test_prompt_extension_of_a_record_is_turned_off(tmp_path: Path) -> None:
     path.write_text(json.dumps({"settings": settings}))
     arguments = ("--from_json", path)
     assert resolve_plan(*arguments).prompt_extension is not None
+    extended = resolve_plan(*arguments).with_prompt("longer").settings
+    assert (extended["prompt"], extended["use_prompt_extend"]) == ("longer", False)
     disabled = resolve_plan(*arguments, *EXTEND, "false")
     assert disabled.prompt_extension is None and disabled.settings["use_prompt_extend"] is False
 
