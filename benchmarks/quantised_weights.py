@@ -64,9 +64,14 @@ def quantize_randomly(
         scale = torch.full((rows,), 0.02 / 127)
         return W8A8Linear(weight, scale, bias, dtype=torch.bfloat16)
     if variant == "FP8":
-        weight, scale = torch.randn(rows, columns).to(DTYPES[E4M3]), torch.full((1,), 0.02)
         return WeightOnlyLinear(
-            weight, TO_FLOAT[E4M3], bias, in_features=columns, scale=scale, memory=memory
+            torch.randn(rows, columns).to(DTYPES[E4M3]),
+            TO_FLOAT[E4M3],
+            bias,
+            in_features=columns,
+            scale=torch.full((1,), 0.02),
+            memory=memory,
+            try_fill=partial(dequantizer.fill, E4M3),
         )
     block_values, block_bytes = GGUF[variant]
     blocks = torch.randint(256, (rows * columns // block_values, block_bytes), dtype=torch.uint8)

@@ -17,6 +17,8 @@ from tests.pipelines import build_quick_pipeline, generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_marks import encode_quant_metadata, quantise_state
 from wan.checkpoint.dequantise import convert_e4m3
+from wan.checkpoint.tensor_info import FP8
+from wan.kernels.compiled_dequantise import CompiledDequantizer
 from wan.kernels.weight_only_linear import FP8Linear, WeightOnlyLinear, check_fp8_capability
 
 E4M3 = torch.float8_e4m3fn
@@ -127,3 +129,29 @@ def test_all_codes_of_e4m3() -> None:
     for values in (codes, codes[1:7], codes[8:15, :15], codes[:0]):
         expected = values.double().float().view(torch.int32)
         assert torch.equal(convert_e4m3(values).view(torch.int32), expected)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_compiled_values_of_all_codes(index: int) -> None:
+    """With scales for which values are subnormal, infinite or NaN, and with factors per row."""
+    dtype, stored_dtype = FP8[index], (E4M3, torch.float8_e5m2)[index]
+    generator = torch.Generator().manual_seed(0)
+    random_codes = torch.randint(256, (45 * 300 - 256,), generator=generator)
+    codes = torch.cat([torch.arange(256), random_codes]).byte().view(stored_dtype)
+    scales = (None, 1.0, 0.0213, -3.7, 1e-38, 1e-40, 3e38, float("nan"))
+    dequantizer = CompiledDequantizer(min_values=0)
+    for columns, scale in product((300, 14), scales):
+        weight = codes.view(45, 300)[:, :columns].contiguous()
+        expected = weight.double().float()
+        factor = None if scale is None else torch.tensor([scale])
+        expected = expected if factor is None else expected * factor
+        values = torch.empty(expected.shape).bfloat16()
+        with torch.inference_mode():
+            assert dequantizer.fill(dtype, weight, factor, values)
+        expected, is_nan = expected.bfloat16(), expected.isnan()
+        assert torch.equal(values.isnan(), is_nan), scale
+        same_bits = values.view(torch.int16) == expected.view(torch.int16)
+        assert torch.all(same_bits | is_nan), scale
+    for codes_1D in (codes[:255], codes[1:257]):
+        assert not dequantizer.fill(dtype, codes_1D, None, torch.empty(codes_1D.shape).bfloat16())
+    assert not dequantizer.fill(dtype, weight, torch.ones(45, 1), values)

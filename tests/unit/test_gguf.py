@@ -68,7 +68,12 @@ def test_values_of_any_bytes() -> None:
 
 @np.errstate(invalid="ignore")
 @pytest.mark.parametrize(
-    "kind", [slow("Q8_0"), slow("Q6_K"), slow("Q5_K"), "Q4_K", slow("Q3_K"), slow("Q2_K")]
+    "kind",
+    [
+        "Q4_K",
+        *(slow(f"Q{bits}_K") for bits in (2, 3, 5, 6)),
+        *map(slow, ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")),
+    ],
 )
 def test_compiled_values_of_any_bytes(kind: str) -> None:
     """Those of the package, rounded to bfloat16; one function for weights of all sizes."""
@@ -77,7 +82,7 @@ def test_compiled_values_of_any_bytes(kind: str) -> None:
         stored = make_random_rows(kind, rows)
         values, expected = torch.empty(rows, 512).bfloat16(), dequantize(stored.numpy(), kind)
         with torch.inference_mode():
-            assert dequantizer.fill(kind, stored, values)
+            assert dequantizer.fill(kind, stored, None, values)
         torch.testing.assert_close(values, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 

@@ -34,11 +34,12 @@ def dequantize_gguf(qtype: str, data: Tensor) -> Tensor:
 
 
 def split_scales(qtype: str, blocks: Tensor) -> tuple[Tensor, ...]:
-    """Splits blocks [B,bytes] of Q8_0 or a K type into packed values and computed factors.
+    """Splits blocks [B,bytes] into values and computed factors; not of IQ4_NL, IQ4_XS and MXFP4.
 
     Returns:
-        The low bits, the high bits if there are any, the scale of each sub-block, and what is
-        subtracted from its values, if anything.
+        For K types the low bits, the high bits if there are any, the scale of each sub-block, and
+        what is subtracted from its values, if anything; for other types the values as integers
+        [B,V], their scale, and what is added, if anything.
     """
     return _SPLITTERS[qtype](blocks)
 
@@ -77,19 +78,19 @@ def _split_q8_0(blocks: Tensor) -> tuple[Tensor, ...]:
     return values, _read_float16(scale)
 
 
-def _dequantize_q8_0(values: Tensor, scales: Tensor) -> Tensor:
-    return values.float().mul_(scales)
-
-
-def _dequantize_q4_0(blocks: Tensor) -> Tensor:
+def _split_q4_0(blocks: Tensor) -> tuple[Tensor, ...]:
     scale, low_bits = _split_blocks(blocks, 2, 16)
-    return _to_float(_unpack_bits(low_bits, 16, 4), 8).mul_(_read_float16(scale))
+    return _unpack_bits(low_bits, 16, 4).view(torch.int8).sub_(8), _read_float16(scale)
 
 
-def _dequantize_q4_1(blocks: Tensor) -> Tensor:
+def _split_q4_1(blocks: Tensor) -> tuple[Tensor, ...]:
     scale, minimum, low_bits = _split_blocks(blocks, 2, 2, 16)
-    values = _to_float(_unpack_bits(low_bits, 16, 4))
-    return values.mul_(_read_float16(scale)).add_(_read_float16(minimum))
+    return _unpack_bits(low_bits, 16, 4), _read_float16(scale), _read_float16(minimum)
+
+
+def _scale_values(values: Tensor, scales: Tensor, minimums: Tensor | None = None) -> Tensor:
+    scaled = values.float().mul_(scales)
+    return scaled if minimums is None else scaled.add_(minimums)
 
 
 def _unpack_5_bits(low_bits: Tensor, high_bits: Tensor, width: int) -> Tensor:
@@ -98,15 +99,16 @@ def _unpack_5_bits(low_bits: Tensor, high_bits: Tensor, width: int) -> Tensor:
     return values.bitwise_or_(_unpack_bits(high_bits, width, 1).bitwise_left_shift_(4))
 
 
-def _dequantize_q5_0(blocks: Tensor) -> Tensor:
+def _split_q5_0(blocks: Tensor) -> tuple[Tensor, ...]:
     scale, high_bits, low_bits = _split_blocks(blocks, 2, 4, 16)
-    return _to_float(_unpack_5_bits(low_bits, high_bits, 1), 16).mul_(_read_float16(scale))
+    values = _unpack_5_bits(low_bits, high_bits, 1).view(torch.int8).sub_(16)
+    return values, _read_float16(scale)
 
 
-def _dequantize_q5_1(blocks: Tensor) -> Tensor:
+def _split_q5_1(blocks: Tensor) -> tuple[Tensor, ...]:
     scale, minimum, high_bits, low_bits = _split_blocks(blocks, 2, 2, 4, 16)
-    values = _to_float(_unpack_5_bits(low_bits, high_bits, 1))
-    return values.mul_(_read_float16(scale)).add_(_read_float16(minimum))
+    values = _unpack_5_bits(low_bits, high_bits, 1)
+    return values, _read_float16(scale), _read_float16(minimum)
 
 
 def _split_q2_k(blocks: Tensor) -> tuple[Tensor, ...]:
@@ -268,19 +270,23 @@ _SPLITTERS: Mapping[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "Q8_0": _split_q8_0,
     "Q6_K": _split_q6_k,
     "Q5_K": _split_q5_k,
+    "Q5_1": _split_q5_1,
+    "Q5_0": _split_q5_0,
     "Q4_K": _split_q4_k,
+    "Q4_1": _split_q4_1,
+    "Q4_0": _split_q4_0,
     "Q3_K": _split_q3_k,
     "Q2_K": _split_q2_k,
 }
 _DEQUANTIZERS: Mapping[str, Callable[..., Tensor]] = {
-    "Q8_0": _dequantize_q8_0,
+    "Q8_0": _scale_values,
     "Q6_K": _dequantize_q6_k,
     "Q5_K": _dequantize_q5_k,
-    "Q5_1": _dequantize_q5_1,
-    "Q5_0": _dequantize_q5_0,
+    "Q5_1": _scale_values,
+    "Q5_0": _scale_values,
     "Q4_K": _dequantize_q4_k,
-    "Q4_1": _dequantize_q4_1,
-    "Q4_0": _dequantize_q4_0,
+    "Q4_1": _scale_values,
+    "Q4_0": _scale_values,
     "Q3_K": _dequantize_q3_k,
     "Q2_K": _dequantize_q2_k,
     "IQ4_NL": _dequantize_iq4_nl,

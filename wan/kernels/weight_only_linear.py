@@ -96,7 +96,7 @@ class WeightOnlyLinear(nn.Module):
         scale: Tensor | None = None,
         lora: Mapping[str, Tensor] | None = None,
         memory: UpcastMemory | None = None,
-        try_fill: Callable[[Tensor, Tensor], bool] | None = None,
+        try_fill: Callable[[Tensor, Tensor | None, Tensor], bool] | None = None,
     ) -> None:
         """Makes the layer from stored tensors.
 
@@ -107,7 +107,8 @@ class WeightOnlyLinear(nn.Module):
             lora: `lora_up` [O,R], multiplied by its strength, and `lora_down` [R,I]; and of the
                 I-th LoKr `lora_left_I` [A,C], multiplied by its strength, and `lora_right_I` [B,D].
             memory: Is shared by the layers of a network; None: new memory in each call.
-            try_fill: Converts the weight to its second argument at once, or returns False.
+            try_fill: Converts the weight, with its scale, to the third argument at once, or returns
+                False.
         """
         super().__init__()
         self._memory = memory
@@ -141,7 +142,8 @@ class WeightOnlyLinear(nn.Module):
 
     def _upcast_at_once(self, weight_OI: Tensor) -> None:
         """Writes the weight, in one pass where that is possible."""
-        if self._try_fill is None or not self._try_fill(self.weight, weight_OI):
+        arguments = self.weight, self.weight_scale, weight_OI
+        if self._try_fill is None or not self._try_fill(*arguments):
             self._upcast(weight_OI)
 
     def _upcast(self, weight_OI: Tensor) -> None:
