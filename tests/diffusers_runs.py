@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.distributed.distributed_c10d import _world
 
 TOLERANCE = 1e-4  # of latents in float32, against the pipeline as it is
 Settings = dict[str, Any]
@@ -112,9 +113,11 @@ def make_video(tiny: Any, form: str, **fields: Any) -> Video:
 
 @contextmanager
 def parallelized_pipe(pipe: Any, **settings: Any) -> Iterator[Any]:
-    """Parallelizes the pipeline inside the `with` block."""
+    """Parallelizes the pipeline inside the `with` block; no process group remains after it."""
     from wan.diffusers import deparallelize, parallelize_pipe
 
+    groups = {*_world.pg_map}
     yield parallelize_pipe(pipe, **settings)
     deparallelize(pipe)
+    assert {*_world.pg_map} == groups
     gc.collect()  # the threads of many groups would slow the other tests

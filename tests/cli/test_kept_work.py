@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,11 @@ from tests.pipelines import resolve_argv
 from wan.app import batch_job
 from wan.app import job as videos
 from wan.app.clip_store import ClipFiles
+from wan.app.run import PATH_SETTINGS
 from wan.cli import main as generate
+from wan.settings.command import Loras
+from wan.settings.fields import list_options
+from wan.settings.flags import FLAGS
 from wan.tasks.base import Clip
 
 # Clips. A run reuses the clips of another run if it would generate the same.
@@ -111,6 +116,18 @@ def test_a_setting_that_one_of_two_runs_has_makes_clips_again(
         for files in (chain.make_clip_files(), written.make_clip_files(*OTHER_SETTINGS)):
             caplog.clear()
             assert files.count_finished() == 0 and message in caplog.text
+
+
+def test_every_other_setting_makes_clips_again(written: TwoClipRun) -> None:
+    """Paths keep clips as well, but not the contents of their files."""
+    run, kept = written.make_clip_files()._run, set[str]()
+    for name in (name for name, flag in FLAGS.items() if flag.record):
+        changed = replace(run, settings=run.settings | {name: "another"})
+        if ClipFiles(changed).count_finished():
+            kept.add(name)
+    kept -= {*PATH_SETTINGS, *list_options(Loras), "src_ref_images"}
+    own = {"prompt", "base_seed"}  # each clip has its own
+    assert kept == own | {"num_clip", "clip_prompts", "offload_model", "save_latents"}
 
 
 def test_changes_that_keep_clips(chain: TwoClipRun) -> None:

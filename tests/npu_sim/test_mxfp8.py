@@ -86,7 +86,7 @@ def test_networks_are_those_of_the_format(
     chip("A5")
     checkpoint, npu_device = inspect_checkpoint(rig), device.select_device("npu")
     quantized_dit = read_quantized_dit(
-        write_export(rig, tmp_path / "q"), checkpoint, device="npu", dit_fsdp=False, fa_quant=None
+        write_export(rig, tmp_path / "q"), checkpoint, device="npu", fa_quant=None
     )
     assert quantized_dit.algorithms == ("W8A8_MXFP8",)
     for expert, dit in checkpoint.experts.items():

@@ -50,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 def read_export(pair: tuple[Path, Path], device_type: str = "npu") -> QuantizedDit:
     return read_quantized_dit(
-        pair[1], inspect_checkpoint(pair[0]), device=device_type, dit_fsdp=False, fa_quant=None
+        pair[1], inspect_checkpoint(pair[0]), device=device_type, fa_quant=None
     )
 
 

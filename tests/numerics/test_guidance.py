@@ -293,9 +293,11 @@ def test_zero_steps_are_the_first_of_the_whole_schedule(
 
 
 def test_blocks_are_skipped_in_some_steps_of_one_branch() -> None:
-    params = make_params(slg_blocks=(9,), slg_start=0.25, slg_stop=0.5)
-    _, calls = run_loop(params)
-    assert [index for index, _, blocks in calls if blocks] == [5, 6, 7, 8, 9]
+    """Steps count from the first of the schedule, also where a video starts from another one."""
+    for strength, skipped in ((0.7, [6, 7, 8, 9]), (None, [5, 6, 7, 8, 9])):
+        params = make_params(slg_blocks=(9,), slg_start=0.25, slg_stop=0.5, strength=strength)
+        _, calls = run_loop(params)
+        assert [index for index, _, blocks in calls if blocks] == skipped
     assert {branch for _, branch, blocks in calls if blocks} == {"uncond"}
     assert select_skipped_blocks(make_params(slg_blocks=(9,)), 2) == (9,)
     assert not select_skipped_blocks(make_params(slg_blocks=(9,)), 1)

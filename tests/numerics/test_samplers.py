@@ -225,6 +225,8 @@ def test_noise_tables() -> None:
     assert compute_sigmas("euler", 3, 5.0, "simple") == pytest.approx(
         [1.0, 5 * 0.667 / (1 + 4 * 0.667), 5 * 0.334 / (1 + 4 * 0.334)]
     )
+    first, second, *_ = compute_sigmas("unipc", 1000, 1.0, "simple")
+    assert first - second > 1e-3, "0.999 is this solver's first level, rounded"
     for table in ("beta", "beta57"):
         levels = NOISE_TABLES[table](20)
         gaps = [a - b for a, b in zip(levels, levels[1:], strict=False)]

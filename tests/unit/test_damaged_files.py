@@ -155,7 +155,7 @@ def load_lora(file: Path, folder: Path) -> None:
 
 
 def load_export(export_folder: Path, folder: Path) -> None:
-    options: Any = {"device": "cpu", "dit_fsdp": False, "fa_quant": None}
+    options: Any = {"device": "cpu", "fa_quant": None}
     checkpoint = inspect_checkpoint(folder)
     for export in read_quantized_dit(export_folder, checkpoint, **options).experts.values():
         for layer in export.linears.values():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import logging
 import re
 import sys
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -35,6 +37,7 @@ from wan.diffusers import (
     parallelize_pipe,
     parallelize_transformer,
 )
+from wan.diffusers.hooks import get_session
 
 RELEASE = tuple(map(int, diffusers.__version__.split(".")[:2]))
 CPU = torch.device("cpu")
@@ -289,6 +292,30 @@ def test_guiders_of_two_predictions() -> None:
     expected = case.make_latents()
     apply_cache_on_pipe(case.pipe, "steps:0,1,2", force=True)
     assert (case.make_latents() - expected).abs().max() <= TOLERANCE
+
+
+def test_an_aborted_video_leaves_nothing(video: Video, pipe: Any) -> None:
+    """Neither in the next video nor, after deparallelize, in memory: its cond call waits."""
+    steps = replace(video, steps=12)
+    network, outputs = apply_cache_on_pipe(pipe, "cfg").transformer, list[weakref.ref[Tensor]]()
+    session = get_session({"dit": network})
+    network.register_forward_hook(lambda _, __, output: outputs.append(weakref.ref(output[0])))
+
+    def stop_at_uncond(*_: Any) -> None:
+        if len(outputs) % 2:
+            raise RuntimeError("stopped")
+
+    for after in (steps.latents, deparallelize):
+        outputs.clear()
+        handle = network.register_forward_pre_hook(stop_at_uncond)
+        assert get_refusal(steps.latents, pipe, kind=RuntimeError) == "stopped"
+        handle.remove()
+        gc.collect()
+        assert outputs[0]() is not None
+        after(pipe)
+        gc.collect()
+        assert outputs[0]() is None, after
+    assert session is not None
 
 
 def test_a_pipeline_in_bfloat16_may_cache_guidance(video: Video, pipe: Any) -> None:

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
+from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals, get_refusal
+from wan.app.launch import collect_start_invariants
 from wan.device import Device
 from wan.kernels.compiled_ops import STEPS_BY_OP
 from wan.kernels.forward_context import StepInfo
@@ -162,6 +164,17 @@ def test_a_selection_names_what_can_run() -> None:
     for attention, device, exported, description in table:
         target = Target(device, 64, torch.float32, operators.load_operator)
         assert select_kernels(attention, target, exported).describe() == description
+
+
+def test_ranks_with_another_dense_kernel_differ() -> None:
+    """A named kernel may be another one on each machine; PyTorch's own choice is not compared."""
+    name = "what computes attention"
+    run = resolve_plan("--task", "t2v-1.3B", "--attention_backend", "sdpa", "--device", "cpu")
+    npu = Device(torch.device("meta"), get_capabilities("npu"))
+    kernels = {collect_start_invariants(run, device)[name] for device in (CPU, npu)}
+    assert kernels == {f"PyTorch SDPA on {device} with log-sum-exp" for device in ("cpu", "npu")}
+    automatic = resolve_plan("--task", "t2v-1.3B", "--device", "cpu")
+    assert name not in collect_start_invariants(automatic, CPU)
 
 
 def makers() -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 from dataclasses import replace
 from functools import cache
@@ -11,12 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.conftest import slow
 from tests.dist import run_on_ranks
 from tests.pipelines import resolve_plan
 from tests.refusals import get_refusal
+from tests.unit.test_marks import quantise_state
+from tools.quantize_dit import quantize_checkpoint
 from wan.app.run import Run
 from wan.device import select_device as device
 from wan.distributed import mesh
@@ -25,6 +30,7 @@ from wan.pipeline.denoise import DenoisingLoop
 from wan.pipeline.memory_estimate import NetworkSize
 from wan.planner.measure import Planner
 from wan.planner.report import check_plan_memory, describe_plan
+from wan.planner.topology import iter_candidates
 from wan.settings.attention_modes import MODES
 from wan.tasks.base import DenoiseInputs
 from wan.utils.torch_private import StorageTracker
@@ -288,6 +294,47 @@ def test_refusals_name_what_would_fit(argv: tuple[str, ...], memory: int, propos
     refusal = get_refusal(check_plan_memory, planner(*argv), memory * 10**9)
     assert proposal in refusal
     assert "offload_model" not in argv or "fsdp" not in refusal
+
+
+# Flags, and the kind of the weights: each row excludes some of what saves memory.
+PROPOSALS = (
+    ("t2v-1.3B", "float", "--offload_model false"),
+    ("t2v-1.3B", "float", "--ulysses_size 2 --comm_type 1 --offload_model cpu --vae_parallel"),
+    ("t2v-1.3B", "float", "--cfg_size 2 --compile"),
+    ("t2v-1.3B", "float", "--ring_size 2 --t5_cpu --offload_model false"),
+    ("t2v-1.3B", "int8", "--ulysses_size 2 --offload_model false"),
+    ("t2v-1.3B", "FP8", "--ulysses_size 2 --fp8_weights keep"),
+    ("i2v-A14B", "float", "--ulysses_size 2 --clips 2 --overlap_decoding"),
+    ("i2v-A14B", "int8", "--ulysses_size 2 --t5_fsdp"),
+    *(slow(task, "float", "--ulysses_size 2") for task in ("ti2v-5B", "vace-1.3B", "s2v-14B")),
+)
+
+
+@pytest.mark.parametrize(("task", "weights", "flags"), PROPOSALS)
+def test_every_proposal_is_accepted(
+    task: str, weights: str, flags: str, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user who adds the proposed settings gets the run that was measured, and no refusal."""
+    monkeypatch.setattr("wan.planner.topology.MAX_RANKS", 2)
+    folder = tiny(task)
+    argv = ["--task", task, "--device", "cuda", "--size", "64*64", *flags.split()]
+    argv += ["--infer_frames", "8"] if task == "s2v-14B" else ["--frame_num", "5"]
+    if weights == "FP8":
+        folder = shutil.copytree(folder, tmp_path / task)
+        path = folder / "diffusion_pytorch_model.safetensors"
+        save_file(quantise_state(load_file(path), "float8")[0], path)
+    elif weights == "int8":
+        argv += ["--quant_dit_path", quantize_checkpoint(folder, tmp_path / "int8")]
+    argv += ["--ckpt_dir", folder]
+    plan = planner(*argv)
+    assert "The run needs" in get_refusal(check_plan_memory, plan, 1)
+    candidates = [*iter_candidates(plan, 1)]
+    assert candidates
+    for settings, setup in candidates:
+        proposed = re.findall(r"`(\w+)(?:=(\w+))?`", settings)
+        added = [part for name, value in proposed for part in (f"--{name}", value) if part]
+        run = resolve_plan(*argv, *added)
+        assert (run.setup.parallel, run.setup.execution) == (setup.parallel, setup.execution)
 
 
 @pytest.mark.slow

@@ -71,6 +71,22 @@ def test_every_step_predicts_the_clean_latents(name: str) -> None:
         torch.testing.assert_close(frame, z[:, -1], rtol=0, atol=1e-6)
 
 
+def test_fixed_frames_are_shown_as_they_are() -> None:
+    """As ti2v's image, of which the prediction is another one."""
+    params = make_params("t2v-A14B", sample_steps=2, sample_guide_scale=(1.0, 1.0))
+    inputs = DenoiseInputs(
+        torch.ones(params.latent_shape),
+        *[torch.zeros(0)] * 2,
+        restore_fixed_frames=lambda latents: torch.full_like(latents, 5.0),
+    )
+    shown: list[Tensor] = []
+    preview = Preview(params, lambda latents: latents.clone(), shown.append)
+    network = lambda x, *_, **__: [torch.ones_like(x[0])]  # noqa: E731
+    experts: Any = SimpleNamespace(get=lambda _: network, prefetch=lambda _: None)
+    DenoisingLoop(params, inputs, preview=preview).advance(experts)
+    assert [frame.unique().tolist() for frame in shown] == [[5.0], [5.0]]
+
+
 WINDOWS: dict[str, tuple[VideoParams, int, int, slice]] = {
     # parameters, clip, latent frames to decode, those of the preview
     "t2v": (make_params("t2v-A14B", frame_num=81), 0, 21, slice(0, 1)),

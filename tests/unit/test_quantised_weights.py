@@ -26,6 +26,7 @@ from tests.pipelines import build_cpu_pipeline
 from tests.refusals import check_refusals, get_refusal
 from tools import quantize_dit
 from tools.quantize_dit import quantize_checkpoint
+from wan.app.resolve import make_setup
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import load_rotations
 from wan.checkpoint.w8a8_export import QuantizedDit, check_export_device, read_quantized_dit
@@ -66,7 +67,7 @@ def broken(export: Export, tmp_path: Path) -> Path:
 
 
 def read_export(folder: Path, checkpoint: Path, **changes: Any) -> QuantizedDit:
-    options = {"device": "cpu", "dit_fsdp": False, "fa_quant": None, **changes}
+    options = {"device": "cpu", "fa_quant": None, **changes}
     return read_quantized_dit(folder, inspect_checkpoint(checkpoint), **options)
 
 
@@ -383,8 +384,9 @@ def test_two_experts_need_two_folders(tiny: Any, export: Export, tmp_path: Path)
 
 def test_combinations_that_cannot_run(broken: Path, tiny: Any) -> None:
     checkpoint = tiny("t2v-1.3B")
-    with pytest.raises(InputError, match="dit_fsdp"):
-        read_export(broken, checkpoint, dit_fsdp=True)
+    values = {"quant_dit_path": broken, "dit_fsdp": True, "device": "cpu"}
+    with pytest.raises(InputError, match=r"dit_fsdp.* quantised weights are buffers"):
+        make_setup(values, PRESETS["t2v-1.3B"], inspect_checkpoint(checkpoint), world_size=2)
     edit_description(broken, lambda d: d.update({"blocks.0.self_attn.quant_type": "MXFP8_DYNAMIC"}))
     (export,) = read_export(broken, checkpoint).experts.values()
     assert export.attentions[0].algorithm == "MXFP8_DYNAMIC"

@@ -25,6 +25,7 @@ from wan.app.run import Run
 from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
+from wan.settings.flags import FLAGS
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
 from wan.tasks.base import make_video_params
 from wan.tasks.image2video import compute_i2v_size
@@ -387,6 +388,12 @@ def test_a_switch_of_a_record_is_turned_back(tmp_path: Path) -> None:
     assert len(switches) > 9 and not failures
 
 
+def test_a_record_has_no_setting_without_the_one_it_needs() -> None:
+    settings = resolve_plan("--task", "t2v-A14B").settings
+    needed = {name: FLAGS[name].needs for name in settings}
+    assert not [name for name, other in needed.items() if other and not settings.get(other)]
+
+
 def test_a_folder_of_loras_is_recorded_if_the_video_has_one(tiny, tmp_path: Path) -> None:
     """Otherwise a repetition would need the folder."""
     pair = {"up": torch.ones(240, 2), "down": torch.ones(2, 240)}
@@ -412,6 +419,8 @@ def test_prompt_extension_of_a_record_is_turned_off(tmp_path: Path) -> None:
     path.write_text(json.dumps({"settings": settings}))
     arguments = ("--from_json", path)
     assert resolve_plan(*arguments).prompt_extension is not None
+    extended = resolve_plan(*arguments).with_prompt("longer").settings
+    assert (extended["prompt"], extended["use_prompt_extend"]) == ("longer", False)
     disabled = resolve_plan(*arguments, *EXTEND, "false")
     assert disabled.prompt_extension is None and disabled.settings["use_prompt_extend"] is False
 

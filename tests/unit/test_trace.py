@@ -24,6 +24,7 @@ from wan.metering.exchange_order import ExchangePlan, Trace
 from wan.metering.recording import make_exchange_plan, select_nth_steps
 from wan.power.__main__ import main as power
 from wan.power.report import GAP_EDGES_MS, analyze_trace
+from wan.power.timeline import Bar, make_bars, select_median_layer
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.utils import trace
@@ -206,6 +207,8 @@ def test_a_failing_step_leaves_no_open_spans() -> None:
     with trace.use_recorder(recorder):
         with pytest.raises(RuntimeError):
             fail(Ticks())
+        with trace.use_recorder(None):  # the outer one records again after it
+            assert trace.record_step(1, "dit") is trace.span("step")
         assert not events and trace.span("layer") is trace.add_context()
         with trace.record_step(1, "dit"), trace.span("layer", layer=0):
             pass
@@ -416,6 +419,20 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     with Image.open(out / "timeline.png") as image:
         assert image.width > 1000 and len(image.getcolors(1 << 24)) > 20
     assert (out / "timeline.png").stat().st_size < 150_000
+
+
+def test_the_layer_of_median_duration_is_drawn() -> None:
+    """Of layers with attention; its bars count milliseconds from its beginning."""
+    spans = {0: (3, 13), 1: (30, 35), 2: (40, 60), 3: (60, 61), 4: (70, 78), 5: (80, 95)}
+    events = list[Event]()
+    for layer, (begin, end) in spans.items():
+        operations = [("layer", begin, end), ("attention", begin + 2, begin + 4)]
+        for name, *times in operations[: 1 if layer == 3 else 2]:
+            times_ns = [10**6 * time for time in (*times, 0)]
+            events.append(Event(name, {"layer": layer, "chunk": 7}, *times_ns))
+    chosen, inside = select_median_layer(Trace(PLAN, events, {}))
+    assert chosen.attributes["layer"] == 0
+    assert [*make_bars(chosen, inside)] == [Bar("attention", "attention", 2, 2, "7")]
 
 
 def test_an_edited_trace_is_caught(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wan.app import failures
 from wan.app.job import VideoJob
@@ -16,6 +16,7 @@ from wan.utils.log import logger
 from wan.utils.version import __version__
 
 if TYPE_CHECKING:
+    from wan.device import Device
     from wan.distributed.mesh import ParallelGroups
     from wan.distributed.rendezvous import PreparedRun, RunOncePerNode
 
@@ -69,6 +70,16 @@ def generate_videos(run: Run, groups: ParallelGroups | None = None) -> int:
     return 1 if has_failed else 0
 
 
+def collect_start_invariants(run: Run, device: Device) -> dict[str, Any]:
+    """Returns the values that must be equal on all ranks before they start; see `Run`."""
+    invariants = run.collect_rank_invariants(device.type) | {"the version of wan": __version__}
+    if run.setup.attention.attention_backend != "auto":  # different kernels might deadlock
+        from wan.pipeline import build
+
+        invariants["what computes attention"] = build.describe_dense_kernel(run.setup, device)
+    return invariants
+
+
 def _execute_on_ranks(
     read_user_settings: Callable[[], Values], execute: RunFunction, require_inputs: bool
 ) -> int:
@@ -81,18 +92,13 @@ def _execute_on_ranks(
         run = resolve_settings(read_user_settings(), run_once, require_inputs=require_inputs)
         device = devices.select_device(run.setup.execution.device, env.local_rank())
         run.setup.check_device(device.capabilities)
-        invariants = run.collect_rank_invariants(device.type) | {"the version of wan": __version__}
-        if run.setup.attention.attention_backend != "auto":  # different kernels might deadlock
-            from wan.pipeline import build
-
-            invariants["what computes attention"] = build.describe_dense_kernel(run.setup, device)
         return rendezvous.PreparedRun(
             seed=run.params.base_seed,
             with_seed=run.with_seed,
             device=device,
             mesh_sizes=run.setup.parallel.mesh_shape,
             timeout=timedelta(minutes=run.setup.parallel.dist_timeout),
-            invariants=invariants,
+            invariants=collect_start_invariants(run, device),
         )
 
     return rendezvous.run_ranks(prepare, execute, failures.describe_error, failures.print_error)

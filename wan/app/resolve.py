@@ -345,7 +345,6 @@ def make_setup(
             values["quant_dit_path"],
             checkpoint,
             device=execution.device,
-            dit_fsdp=topology.dit_fsdp,
             fa_quant=attention.fa_quant if attention.fp8 else None,
         )
     setup = Setup(

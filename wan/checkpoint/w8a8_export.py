@@ -134,7 +134,7 @@ class QuantizedDit:
 
 
 def read_quantized_dit(
-    folder: Path, checkpoint: Checkpoint, *, device: str, dit_fsdp: bool, fa_quant: str | None
+    folder: Path, checkpoint: Checkpoint, *, device: str, fa_quant: str | None
 ) -> QuantizedDit:
     """Reads the exports for a checkpoint's networks and checks them against the settings.
 
@@ -153,9 +153,6 @@ def read_quantized_dit(
         raise InputError("`quant_dit_path`", folder, "is not a folder", "give the exported folder")
     exports = {n: _read_export(folder / FOLDERS[n], dit) for n, dit in checkpoint.experts.items()}
     quantized_dit = QuantizedDit(folder, exports)
-    if dit_fsdp:
-        why = "shards parameters, and quantised weights are buffers"
-        raise InputError("`dit_fsdp`", None, why, "drop it, or drop `quant_dit_path`")
     attentions = (layer for export in exports.values() for layer in export.attentions.values())
     unsupported = {layer.algorithm for layer in attentions} - {FP8_DYNAMIC}
     if fa_quant is not None and unsupported:

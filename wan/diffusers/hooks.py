@@ -45,7 +45,10 @@ def attach_hooks(session: Session) -> None:
 
 
 def detach_hooks(networks: Networks) -> None:
-    """Removes our hooks from networks."""
+    """Removes our hooks from networks, with what an aborted video has left in their session."""
+    session = get_session(networks)
+    if session is not None:
+        session.end_video()
     for network in networks.values():
         _get_registry(network).remove_hook(NAME, recurse=True)
 

@@ -92,8 +92,8 @@ def make_solver(
         with the others.
     """
     spec = SOLVERS["euler" if params.ode else params.sample_solver]
-    truncates = SOLVERS[params.sample_solver].truncates_timesteps
-    timesteps = torch.tensor(schedule.timesteps, dtype=torch.int64 if truncates else torch.float32)
+    dtype = torch.int64 if spec.truncates_timesteps else torch.float32
+    timesteps = torch.tensor(schedule.timesteps, dtype=dtype)
     module, _, class_name = spec.factory.partition(":")
     solver_class = getattr(import_module(module), class_name)
     if issubclass(solver_class, SigmaSolver):

@@ -36,7 +36,7 @@ def find_nearest_run(planner: Planner, memory: int) -> tuple[str, int, int] | No
         Its settings as text, its number of ranks, and the bytes of the rank with the most memory;
         None if no candidate fits.
     """
-    for settings, setup in _iter_candidates(planner, memory):
+    for settings, setup in iter_candidates(planner, memory):
         if find_fullest_stage(setup, planner.params)[1] <= memory:
             for decoding, _ in iter_decodings(setup):
                 need = planner.compute_peak_bytes(decoding)
@@ -50,14 +50,15 @@ def iter_decodings(setup: Setup) -> Iterator[tuple[Setup, str]]:
     yield setup, ""
     is_distributed, execution = setup.parallel.world_size > 1, setup.execution
     if is_distributed and not (execution.vae_parallel or execution.vae_tiling):
-        row_parallel = replace(execution, vae_parallel=True)
+        row_parallel = replace(execution, vae_parallel=True, overlap_decoding=False)
         yield replace(setup, execution=row_parallel), ", if all ranks share the rows of the VAE"
     if not execution.vae_tiling:
-        tiled = replace(execution, vae_parallel=False, vae_tiling=True)
+        tiled = replace(execution, vae_parallel=False, vae_tiling=True, overlap_decoding=False)
         yield replace(setup, execution=tiled), ", if the VAE decodes in tiles, which is not exact"
 
 
-def _iter_candidates(planner: Planner, memory: int) -> Iterator[tuple[str, Setup]]:
+def iter_candidates(planner: Planner, memory: int) -> Iterator[tuple[str, Setup]]:
+    """Yields the settings of each candidate, in backticks, and its checked setup."""
     current, topologies = planner.setup, list(_iter_topologies(planner))
     settings = _list_saving_settings(planner, current, memory)
     for count in range(1, len(settings) + 1):
@@ -93,7 +94,8 @@ def _iter_topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
             except InputError:
                 continue
             if other != current:
-                yield format_topology(*sizes), setup
+                drops_cfg = sizes[0] == 1 != current.cfg_size
+                yield "`cfg_size=1` " * drops_cfg + format_topology(*sizes), setup
 
 
 def _list_saving_settings(planner: Planner, setup: Setup, memory: int) -> tuple[str, ...]:
@@ -108,11 +110,19 @@ def _list_saving_settings(planner: Planner, setup: Setup, memory: int) -> tuple[
     can_shard = is_distributed and isinstance(execution.offload_model, bool)
     candidates = {
         "`offload_model=true`": execution.offload_model is False,
-        "`dit_fsdp`": can_shard and not parallel.dit_fsdp and setup.quantized_dit is None,
+        "`dit_fsdp`": can_shard and not parallel.dit_fsdp,
         "`t5_fsdp`": can_shard and reduces_text,
         "`t5_cpu`": not is_distributed and reduces_text and planner.device.type != "cpu",
     }
-    return tuple(setting for setting, applies in candidates.items() if applies)
+    return tuple(name for name, applies in candidates.items() if applies and _allows(setup, name))
+
+
+def _allows(setup: Setup, setting: str) -> bool:
+    try:
+        _apply_settings(setup, (setting,))
+    except InputError:  # another setting excludes it
+        return False
+    return True
 
 
 def _apply_settings(setup: Setup, settings: Iterable[str]) -> Setup:

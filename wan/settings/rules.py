@@ -241,6 +241,12 @@ PIPELINE_RULES = (
         )
         for name, effect in (("vae_parallel", "on all ranks"), ("vae_tiling", "in tiles"))
     ),
+    make_conflict_rule(
+        "dit_fsdp",
+        "has_quantized_dit",
+        "shards parameters, and quantised weights are buffers",
+        "drop it, or drop `quant_dit_path`",
+    ),
     *_make_unconverted_rules("fp8_weights", "keep", "FP8", "F8"),
     *_make_unconverted_rules("fp8_weights", "multiply", "FP8", "F8"),
     Rule(
