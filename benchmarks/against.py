@@ -194,10 +194,10 @@ def drop_pages(folder: Path) -> None:
 
 
 def fill_pages(folder: Path) -> None:
-    """Reads the files into the page cache, several times if they evict each other.
+    """Reads the files into the page cache until it holds all of them, four times at most.
 
-    Linux evicts pages that were read once before old pages that were used twice, so with little
-    free memory the files of a first reading leave before their first use.
+    A system that reclaims memory proactively (Linux with DAMON) drops pages that no process maps
+    after about a minute, although memory is free.
     """
     paths = list(folder.rglob("*.safetensors"))
     for _ in range(4):

@@ -4,8 +4,8 @@
     python -m benchmarks.quantised_timeline --variants bf16 Q8_0 --steps 9 --out Q8_0.png
 
 Each row is one block with both guidance branches, one after the other, and random weights, as
-`benchmarks.quantised_weights` times them: of several steps the one of median duration. GGUF types
-have two rows, eager and compiled. Needs matplotlib (requirements-power.txt).
+`benchmarks.quantised_weights` times them: of several steps the one of median duration. Weights that
+are dequantized have two rows, eager and compiled. Needs matplotlib (requirements-power.txt).
 """
 
 from __future__ import annotations
@@ -97,15 +97,29 @@ def join_calls(intervals: Intervals) -> Intervals:
     return joined
 
 
-def measure_block(network: WanModel, grid: tuple[int, int, int], steps: int) -> Intervals:
-    """Return the intervals of the step whose block takes the median time."""
-    run, recorded = make_step(network, grid), []
-    for _ in range(steps + 1):
-        with record_intervals(network) as intervals:
-            run()
-        recorded.append(join_calls(intervals))
-    recorded = sorted(recorded[1:], key=lambda step: step["other operations"][-1][1])
-    return recorded[len(recorded) // 2]
+def measure_blocks(
+    networks: dict[str, WanModel], grid: tuple[int, int, int], num_steps: int
+) -> dict[str, Intervals]:
+    """Return each network's intervals in the step whose block takes the median time.
+
+    Every round runs a step of each network, after one that is not measured.
+    """
+    runs = {name: make_step(network, grid) for name, network in networks.items()}
+    recorded: dict[str, list[Intervals]] = {name: [] for name in networks}
+    for _ in range(num_steps + 1):
+        for name, run in runs.items():
+            with record_intervals(networks[name]) as intervals:
+                run()
+            recorded[name].append(join_calls(intervals))
+    return {
+        name: sorted(steps[1:], key=get_duration)[num_steps // 2]
+        for name, steps in recorded.items()
+    }
+
+
+def get_duration(intervals: Intervals) -> float:
+    """Return the seconds of the block."""
+    return intervals["other operations"][-1][1]
 
 
 def draw_rows(rows: dict[str, Intervals], title: str, path: Path) -> None:
@@ -144,16 +158,17 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse_options(argv)
     preset = PRESETS[MODELS[options.model]]
-    weights, rows = dict[str, nn.Parameter](), {}
+    weights, networks = dict[str, nn.Parameter](), {}
     for variant in options.variants:
-        for kind, min_values in {" eager": MIN_VALUES, " compiled": 0}.items():
-            if variant not in SCALES and min_values:
-                continue
-            name = variant + kind * (variant in SCALES)
-            dequantizer = CompiledDequantizer(min_values)
-            network = make_network(preset, LAYERS, variant, weights, dequantizer)
-            rows[name] = measure_block(network, (1, 1, options.tokens), options.steps)
-            print(f"{name:16}{1e3 * rows[name]['other operations'][-1][1]:8.1f} ms")
+        for suffix, min_values in {" eager": MIN_VALUES, " compiled": 0}.items():
+            is_compiled = variant in SCALES or variant == "FP8"
+            if is_compiled or not min_values:
+                dequantizer = CompiledDequantizer(min_values)
+                name = variant + suffix * is_compiled
+                networks[name] = make_network(preset, LAYERS, variant, weights, dequantizer)
+    rows = measure_blocks(networks, (1, 1, options.tokens), options.steps)
+    for name, intervals in rows.items():
+        print(f"{name:16}{1e3 * get_duration(intervals):8.1f} ms")
     cpu = f"{system.read_cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     draw_rows(rows, f"{preset.task}, {options.tokens} tokens; {cpu}", options.out)
 
