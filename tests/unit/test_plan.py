@@ -299,13 +299,13 @@ def test_refusals_name_what_would_fit(argv: tuple[str, ...], memory: int, propos
 # Flags, and the kind of the weights: each row excludes some of what saves memory.
 PROPOSALS = (
     ("t2v-1.3B", "float", "--offload_model false"),
-    ("t2v-1.3B", "float", "--ulysses_size 2 --comm_type 1 --offload_model cpu --vae_parallel"),
     ("t2v-1.3B", "float", "--cfg_size 2 --compile"),
-    ("t2v-1.3B", "float", "--ring_size 2 --t5_cpu --offload_model false"),
     ("t2v-1.3B", "int8", "--ulysses_size 2 --offload_model false"),
     ("t2v-1.3B", "FP8", "--ulysses_size 2 --fp8_weights keep"),
     ("i2v-A14B", "float", "--ulysses_size 2 --clips 2 --overlap_decoding"),
-    ("i2v-A14B", "int8", "--ulysses_size 2 --t5_fsdp"),
+    slow("t2v-1.3B", "float", "--ulysses_size 2 --comm_type 1 --offload_model cpu --vae_parallel"),
+    slow("t2v-1.3B", "float", "--ring_size 2 --t5_cpu --offload_model false"),
+    slow("i2v-A14B", "int8", "--ulysses_size 2 --t5_fsdp"),
     *(slow(task, "float", "--ulysses_size 2") for task in ("ti2v-5B", "vace-1.3B", "s2v-14B")),
 )
 
