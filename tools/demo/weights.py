@@ -58,11 +58,10 @@ def list_checkpoints(out: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
     yield "FP8", folder if folder.is_dir() else write_fp8_copy(DEMO, folder), {}
     yield "FP8, `--fp8_weights multiply`", folder, {"fp8_weights": "multiply"}
     q8_0 = out / "Q8_0" / "gguf" / DEMO.name
-    for name, source in {"int8": DEMO, "int8_from_Q8_0": q8_0}.items():
-        folder = out / name
+    for suffix, source in {"": DEMO, " from Q8_0": q8_0}.items():
+        folder = out / f"int8{suffix}"
         quantised = folder if folder.is_dir() else quantize_checkpoint(source, folder)
-        label = name.replace("_", " ").replace("int8", "int8 (W8A8_DYNAMIC)")
-        yield label, source, {"quant_dit_path": str(quantised)}
+        yield f"int8 (W8A8_DYNAMIC){suffix}", source, {"quant_dit_path": str(quantised)}
 
 
 def count_weight_bytes(checkpoint: Path, loading: dict[str, Any]) -> int:

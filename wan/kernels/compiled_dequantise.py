@@ -24,7 +24,7 @@ from wan.utils.log import logger
 from wan.utils.torch_private import set_up_compiler
 
 MIN_VALUES = 1 << 35
-"""Dequantizing so many values eagerly takes about as long as compiling, 15 s on two busy cores."""
+"""Dequantizing so many values eagerly loses as much time as compiling takes, 1 to 5 s."""
 
 
 class CompiledDequantizer:
