@@ -27,17 +27,20 @@ from torch import nn
 
 from benchmarks.quantised_weights import MODELS, SCALES, VARIANTS, make_network, make_step
 from wan.app.flag_parser import Parser
-from wan.app.programs import make_argument_type, run_program
+from wan.app.programs import make_argument_type, make_output_path_type, run_program
 from wan.kernels.compiled_dequantise import MIN_VALUES, CompiledDequantizer
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.weight_only_linear import UpcastMemory, WeightOnlyLinear
 from wan.modules.model import WanModel
-from wan.power.timeline import PLOT_KIND, PLOT_METADATA
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer
 from wan.utils import system
-from wan.utils.files import write_output
+from wan.utils.files import make_marked_kind, write_output
 
+PLOT = make_marked_kind(
+    "a plot of benchmarks.quantised_timeline", b"Software\0benchmarks.quantised_timeline"
+)
+METADATA = {"Software": "benchmarks.quantised_timeline"}
 LAYERS = 2  # the second one is drawn
 COLORS = {"other operations": "#BBBBBB", "matrix products": "#0072B2", "dequantizing": "#D55E00"}
 """Kind of an interval -> its color; it is drawn over those of the kinds before it."""
@@ -137,8 +140,8 @@ def draw_rows(rows: dict[str, Intervals], title: str, path: Path) -> None:
     axes.set_title(title, fontsize=8)
     handles = [Patch(facecolor=color, label=kind) for kind, color in COLORS.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
-    with write_output(path, PLOT_KIND) as temporary:
-        figure.savefig(temporary, format="png", metadata=PLOT_METADATA)
+    with write_output(path, PLOT) as temporary:
+        figure.savefig(temporary, format="png", metadata=METADATA)
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -150,7 +153,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     default = ["bf16", "Q8_0", "Q4_K", "Q3_K", "FP8", "int8"]
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=default)
     parser.add_argument("--steps", type=positive, default=9, help="of each variant (9)")
-    parser.add_argument("--out", type=Path, required=True, help="PNG file")
+    out_file = make_output_path_type(PLOT)
+    parser.add_argument("--out", type=out_file, required=True, help="PNG file")
     return parser.parse_args(argv)
 
 
