@@ -126,6 +126,7 @@ _REPLACEMENTS: dict[str, Any] = {
     f"{_FLASH}.sparse_flash_attn_rf_v2:rain_fusion_attention": _fake_sparse_by_table,
     f"{_FLASH}.sparse_flash_attn_rf_v3:rain_fusion_attention_v3": _fake_sparse_by_mask,
     # Objects that query their device, compile, or set a clock in their constructor.
+    "wan.kernels.avx512_attention:make_cpu_kernel": SdpaKernel,
     "wan.kernels.sdpa:make_cuda_kernel": SdpaKernel,
     "wan.kernels.sdpa:make_cuda_sdpa_kernel": SdpaKernel,
     "wan.kernels.sdpa:make_cudnn_kernel": SdpaKernel,

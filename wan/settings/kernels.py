@@ -101,7 +101,7 @@ _DENSE_ROWS = (
         name="fused",
         flag="attention_algo",
         factories={
-            "cpu": _SDPA,
+            "cpu": "wan.kernels.avx512_attention:make_cpu_kernel",
             "cuda": "wan.kernels.sdpa:make_cuda_kernel",
             "npu": "wan.kernels.npu.dense:FusedKernel",
         },

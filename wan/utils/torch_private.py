@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from ctypes import CDLL
 from datetime import timedelta
 from typing import Any
 
@@ -150,6 +151,32 @@ def set_up_compiler() -> None:
 
     config.compile_threads = 1
     config.cpp.vec_isa_ok = True  # g++ supports AVX; probing takes longer than compiling
+
+
+def compile_cpp(source: str) -> CDLL:
+    """Compiles C++ with OpenMP by Inductor's compiler, or loads it from Inductor's cache on disk.
+
+    No public function compiles without the headers of PyTorch, which take half a minute.
+
+    Raises:
+        Exception: Any error of the compiler or of the cache's folder.
+    """
+    from torch._inductor.codecache import CppCodeCache
+
+    set_up_compiler()
+    library = CppCodeCache.load(source)
+    assert isinstance(library, CDLL)
+    return library
+
+
+def has_avx512_bf16() -> bool:
+    """Whether the CPU multiplies bfloat16 by AVX-512; no public function tells."""
+    return torch.cpu._is_avx512_bf16_supported()
+
+
+def has_amx() -> bool:
+    """Whether the CPU has matrix instructions (AMX); no public function tells."""
+    return torch.cpu._is_amx_tile_supported()
 
 
 def limit_recompiles(limit: int) -> AbstractContextManager[None]:

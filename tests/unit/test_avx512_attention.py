@@ -1,0 +1,156 @@
+"""Attention in bfloat16 on CPUs with AVX512-BF16, against float64 and PyTorch's kernel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from wan.device import Device
+from wan.kernels import avx512_attention
+from wan.kernels.avx512_attention import Avx512Kernel, load_library, make_cpu_kernel
+from wan.kernels.interfaces import Target
+from wan.kernels.sdpa import SdpaKernel
+from wan.settings.devices import get_capabilities
+from wan.utils.torch_private import has_avx512_bf16
+
+CPU = Device(torch.device("cpu"), get_capabilities("cpu"))
+needs_instructions = pytest.mark.skipif(
+    not has_avx512_bf16(), reason="needs a CPU with AVX512-BF16"
+)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def qkv(rows: int, keys: int, heads: int = 2, dim: int = 64) -> list[Tensor]:
+    return [draw(1, n, heads, dim, seed=i) for i, n in enumerate((rows, keys, keys))]
+
+
+def attend_in_float64(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """By definition; q, k, v and the result [B,S,N,D], the log-sum-exp [B,N,S]."""
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    logits = q @ k.mT / q.shape[-1] ** 0.5
+    return (logits.softmax(-1) @ v).transpose(1, 2), logits.logsumexp(-1)
+
+
+@needs_instructions
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+def test_values(dim: int) -> None:
+    """Blocks of 48 queries, 64 and 512 keys, complete or not; errors no larger than PyTorch's."""
+    for rows, keys in ((1, 1), (6, 2), (7, 63), (48, 64), (49, 65), (50, 512), (97, 1090)):
+        q, k, v = (2 * x for x in qkv(rows, keys, dim=dim))
+        out, lse = Avx512Kernel().with_lse(q, k, v)
+        expected, expected_lse = attend_in_float64(q, k, v)
+        error, usual = ((x - expected).norm() for x in (out, SdpaKernel()(q, k, v)))
+        assert error <= 1.1 * usual + 1e-6, (rows, keys, error, usual)
+        assert_close(out.double(), expected, atol=2e-2, rtol=1e-2)
+        assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+        assert_close(lse.double(), expected_lse, atol=2e-5, rtol=1e-6)
+
+
+@needs_instructions
+def test_strides_and_samples() -> None:
+    """Two samples; tensors that are views of [B,N,S,D], of a packed tensor, and of [B,S,D,N]."""
+    q = draw(2, 3, 70, 64).transpose(1, 2)
+    k, v = draw(2, 90, 3, 2 * 64, seed=1).chunk(2, dim=3)
+    for value in (v, draw(2, 90, 64, 3, seed=2).transpose(2, 3)):
+        actual, lse = Avx512Kernel().with_lse(q, k, value)
+        expected, expected_lse = attend_in_float64(q, k, value)
+        assert_close(actual.double(), expected, atol=2e-2, rtol=1e-2)
+        assert_close(lse.double(), expected_lse, atol=2e-5, rtol=1e-6)
+        assert torch.equal(actual, Avx512Kernel()(*(x.contiguous() for x in (q, k, value))))
+
+
+@needs_instructions
+def test_bits_do_not_depend_on_the_call() -> None:
+    """Chunks of heads, blocks of queries and the number of threads change no bit."""
+    q, k, v = qkv(130, 700, heads=3)
+    kernel = Avx512Kernel()
+    whole, lse = kernel.with_lse(q, k, v)
+    heads = [kernel(q[:, :, i : i + 1], k[:, :, i : i + 1], v[:, :, i : i + 1]) for i in range(3)]
+    blocks = [kernel.with_lse(part, k, v) for part in q.split((61, 69), dim=1)]
+    assert torch.equal(torch.cat(heads, dim=2), whole)
+    assert torch.equal(torch.cat([out for out, _ in blocks], dim=1), whole)
+    assert torch.equal(torch.cat([part for _, part in blocks], dim=2), lse)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(kernel(q, k, v), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_instructions
+def test_extreme_scores() -> None:
+    """A key with a huge score gets all the weight; values that are not finite give NaN."""
+    q, k, v = qkv(60, 600)
+    k[0, 550, 0] = 1000 * q[0, 5, 0]
+    out, lse = Avx512Kernel().with_lse(q, k, v)
+    assert torch.equal(out[0, 5, 0], v[0, 550, 0])
+    assert_close(lse.double(), attend_in_float64(q, k, v)[1], atol=1e-3, rtol=1e-5)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        k[0, 3, 0, 7] = value
+        out, expected = Avx512Kernel()(q, k, v), attend_in_float64(q, k, v)[0]
+        assert torch.equal(out.isnan(), expected.isnan()) and out.isnan().any()
+
+
+@needs_instructions
+def test_inside_a_compiled_function() -> None:
+    q, k, v = qkv(20, 70)
+    function = torch.compile(lambda q, k, v: Avx512Kernel()(q, k, v), fullgraph=True)
+    assert torch.equal(function(q, k, v), Avx512Kernel()(q, k, v))
+
+
+@pytest.fixture
+def any_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A CPU with the instructions, and no library loaded by other tests."""
+    monkeypatch.setattr(avx512_attention, "has_avx512_bf16", lambda: True)
+    monkeypatch.setattr(avx512_attention, "has_amx", lambda: False)
+    load_library.cache_clear()
+    yield
+    load_library.cache_clear()
+
+
+@pytest.mark.usefixtures("any_cpu")
+def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def select(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> type:
+        return type(make_cpu_kernel(Target(CPU, head_dim, dtype)))
+
+    assert select() is select(64) is Avx512Kernel
+    assert select(96) is select(320) is select(dtype=torch.float32) is SdpaKernel
+    monkeypatch.setattr(avx512_attention, "has_amx", lambda: True)
+    assert select() is SdpaKernel
+    monkeypatch.setattr(avx512_attention, "has_amx", lambda: False)
+    monkeypatch.setattr(avx512_attention, "has_avx512_bf16", lambda: False)
+    assert select() is SdpaKernel
+
+
+@pytest.mark.usefixtures("any_cpu")
+@pytest.mark.parametrize("missing", ["compiler", "cache"])
+def test_without_a_compiler_or_a_cache(
+    missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """PyTorch's kernel instead, and one sentence that says why."""
+    from torch._inductor import config
+    from torch._inductor.codecache import CppCodeCache
+
+    CppCodeCache.cache_clear()
+    file = tmp_path / "file"
+    file.touch()
+    folder = tmp_path if missing == "compiler" else file / "folder"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    if missing == "compiler":
+        monkeypatch.setattr(config.cpp, "cxx", (str(tmp_path / "g++"),))
+    with caplog.at_level(logging.WARNING):
+        kernel = make_cpu_kernel(Target(CPU, 64, torch.bfloat16))
+    assert type(kernel) is SdpaKernel
+    (notice,) = caplog.messages
+    assert notice.startswith("Attention is PyTorch's, because ") and "\n" not in notice
+    assert notice.endswith("(--attention_backend sdpa does not try).")
