@@ -69,9 +69,10 @@ def test_strides_and_samples() -> None:
 
 
 @needs_instructions
-def test_bits_do_not_depend_on_the_call() -> None:
+@pytest.mark.parametrize(("keys", "dim"), [(700, 64), (4000, 256)])
+def test_bits_do_not_depend_on_the_call(keys: int, dim: int) -> None:
     """Chunks of heads, blocks of queries and the number of threads change no bit."""
-    q, k, v = qkv(130, 700, heads=3)
+    q, k, v = qkv(130, keys, heads=3, dim=dim)
     kernel = Avx512Kernel()
     whole, lse = kernel.with_lse(q, k, v)
     heads = [kernel(q[:, :, i : i + 1], k[:, :, i : i + 1], v[:, :, i : i + 1]) for i in range(3)]

@@ -189,35 +189,40 @@ extern "C" int64_t count_workspace_bytes() { return sizeof(Workspace); }
 // Computes softmax(q k^T * scale) v and the log-sum-exp of the scaled scores.
 //
 // q, k, v, out: [B,S,N,D], D a multiple of COLUMNS up to MAX_HEAD. lse: [B,N,S]. strides: of these
-// four. packed: for the keys and values of a head, each of a multiple of COLUMNS tokens.
-// workspaces: one per thread. Both begin at multiples of 64 bytes.
+// four. packed: for the keys and values of `group` heads, which are computed between two barriers
+// of the threads, each of a multiple of COLUMNS tokens. workspaces: one per thread. Both begin at
+// multiples of 64 bytes.
 extern "C" void attend(const bfloat16* q, const bfloat16* k, const bfloat16* v, bfloat16* out,
                        float* lse, const Strides* strides, bfloat16* packed, Workspace* workspaces,
                        int64_t batch, int64_t q_len, int64_t k_len, int64_t heads, int64_t dim,
-                       float scale, int threads) {
+                       int64_t group, float scale, int threads) {
   const Strides &of_q = strides[0], &of_k = strides[1], &of_v = strides[2], &of_out = strides[3];
-  const int64_t tiles = divide_up(k_len, COLUMNS), pairs = tiles * COLUMNS / 2;
-  bfloat16 *keys = packed, *values = packed + tiles * COLUMNS * dim;
+  const int64_t tiles = divide_up(k_len, COLUMNS), size = tiles * COLUMNS * dim;
+  const auto offset = [heads](const Strides& stride, int64_t index) {
+    return index / heads * stride.batch + index % heads * stride.head;
+  };
 #pragma omp parallel num_threads(threads)
-  for (int64_t index = 0; index < batch * heads; ++index) {
-    const int64_t sample = index / heads, head = index % heads;
-    const bfloat16* head_k = k + sample * of_k.batch + head * of_k.head;
-    const bfloat16* head_v = v + sample * of_v.batch + head * of_v.head;
-#pragma omp for schedule(static)
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t first = tile * COLUMNS, count = std::min<int64_t>(COLUMNS, k_len - first);
-      pack_keys(head_k + first * of_k.token, of_k.token, count, dim, keys + first * dim);
-      pack_values(head_v + first * of_v.token, of_v.token, count, dim, pairs,
-                  values + first * COLUMNS);
-    }
-#pragma omp for schedule(dynamic)
-    for (int64_t first = 0; first < q_len; first += QUERIES) {
-      attend_rows(workspaces[omp_get_thread_num()],
-                  q + sample * of_q.batch + first * of_q.token + head * of_q.head, of_q.token,
-                  std::min<int64_t>(QUERIES, q_len - first), keys, values, k_len, dim,
-                  scale * 1.44269504f,
-                  out + sample * of_out.batch + first * of_out.token + head * of_out.head,
-                  of_out.token, lse + index * q_len + first);
-    }
+  for (int64_t begin = 0; begin < batch * heads; begin += group) {
+    const int64_t end = std::min(batch * heads, begin + group);
+#pragma omp for collapse(2) schedule(static)
+    for (int64_t index = begin; index < end; ++index)
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t first = tile * COLUMNS, count = std::min<int64_t>(COLUMNS, k_len - first);
+        bfloat16 *keys = packed + 2 * (index - begin) * size, *values = keys + size;
+        pack_keys(k + offset(of_k, index) + first * of_k.token, of_k.token, count, dim,
+                  keys + first * dim);
+        pack_values(v + offset(of_v, index) + first * of_v.token, of_v.token, count, dim,
+                    tiles * COLUMNS / 2, values + first * COLUMNS);
+      }
+#pragma omp for collapse(2) schedule(dynamic)
+    for (int64_t index = begin; index < end; ++index)
+      for (int64_t first = 0; first < q_len; first += QUERIES) {
+        const bfloat16 *keys = packed + 2 * (index - begin) * size, *values = keys + size;
+        attend_rows(workspaces[omp_get_thread_num()],
+                    q + offset(of_q, index) + first * of_q.token, of_q.token,
+                    std::min<int64_t>(QUERIES, q_len - first), keys, values, k_len, dim,
+                    scale * 1.44269504f, out + offset(of_out, index) + first * of_out.token,
+                    of_out.token, lse + index * q_len + first);
+      }
   }
 }

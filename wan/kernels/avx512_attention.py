@@ -23,6 +23,7 @@ from wan.utils.log import logger
 from wan.utils.torch_private import compile_cpp, has_amx, has_avx512_bf16
 
 _COLUMNS, _MAX_HEAD = 64, 256  # head sizes are multiples; packed keys are padded to a multiple
+_PACKED_VALUES = 1 << 22  # of the heads that are computed together, or of one long head
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -69,7 +70,9 @@ def _attend(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> tuple[Tensor, Ten
     (batch, q_len, heads, dim), k_len = q.shape, k.shape[1]
     threads, library = torch.get_num_threads(), load_library()
     out_BSND, lse_BNS = _allocate_result(q, k, v)
-    packed = q.new_empty(2, -(-k_len // _COLUMNS) * _COLUMNS, dim)
+    padded_len = -(-k_len // _COLUMNS) * _COLUMNS
+    group = min(batch * heads, max(1, _PACKED_VALUES // (2 * padded_len * dim)))
+    packed = q.new_empty(group, 2, padded_len, dim)
     workspaces = q.new_empty(threads, library.count_workspace_bytes(), dtype=torch.uint8)
     strides = [stride for x in (q, k, v, out_BSND) for stride in x.stride()[:3]]
     tensors = q, k, v, out_BSND, lse_BNS
@@ -78,7 +81,7 @@ def _attend(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> tuple[Tensor, Ten
         (_INT * len(strides))(*strides),
         packed.data_ptr(),
         workspaces.data_ptr(),
-        *(batch, q_len, k_len, heads, dim, dim**-0.5, threads),
+        *(batch, q_len, k_len, heads, dim, group, dim**-0.5, threads),
     )
     return out_BSND, lse_BNS
 
@@ -96,5 +99,5 @@ def load_library() -> ctypes.CDLL:
     library = compile_cpp(Path(__file__).with_suffix(".cpp").read_text())
     library.count_workspace_bytes.restype = _INT
     library.attend.restype = None
-    library.attend.argtypes = [_POINTER] * 8 + [_INT] * 5 + [ctypes.c_float, ctypes.c_int]
+    library.attend.argtypes = [_POINTER] * 8 + [_INT] * 6 + [ctypes.c_float, ctypes.c_int]
     return library
