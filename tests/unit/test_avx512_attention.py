@@ -69,7 +69,7 @@ def test_strides_and_samples() -> None:
 
 
 @needs_instructions
-@pytest.mark.parametrize(("keys", "dim"), [(700, 64), (4000, 256)])
+@pytest.mark.parametrize(("keys", "dim"), [(700, 64), (4000, 256), (9000, 256)])
 def test_bits_do_not_depend_on_the_call(keys: int, dim: int) -> None:
     """Chunks of heads, blocks of queries and the number of threads change no bit."""
     q, k, v = qkv(130, keys, heads=3, dim=dim)
