@@ -15,7 +15,9 @@ from wan.device import Device
 from wan.kernels import avx512_attention
 from wan.kernels.avx512_attention import Avx512Kernel, load_library, make_cpu_kernel
 from wan.kernels.interfaces import Target
+from wan.kernels.registry import select_kernels
 from wan.kernels.sdpa import SdpaKernel
+from wan.settings.attention import Attention
 from wan.settings.devices import get_capabilities
 from wan.utils.torch_private import has_avx512_bf16
 
@@ -131,6 +133,15 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(avx512_attention, "has_amx", lambda: False)
     monkeypatch.setattr(avx512_attention, "has_avx512_bf16", lambda: False)
     assert select() is SdpaKernel
+
+
+@pytest.mark.usefixtures("any_cpu")
+@pytest.mark.parametrize(("backend", "kind"), [("auto", Avx512Kernel), ("sdpa", SdpaKernel)])
+def test_the_flag_selects_both_kernels(backend: str, kind: type) -> None:
+    """Also that of cross-attention, so that `sdpa` computes everything by PyTorch."""
+    settings = Attention(attention_backend=backend)
+    selected = select_kernels(settings, Target(CPU, 64, torch.bfloat16), {})
+    assert type(selected.dense_kernel) is type(selected.cross_attention_kernel) is kind
 
 
 @pytest.mark.usefixtures("any_cpu")

@@ -123,8 +123,7 @@ def select_kernels(
     return SelectedKernels(
         device.type,
         dense_kernel=make_dense_kernel(attention, target),
-        # The prompt is too short for sparse or FP8 attention to pay off.
-        cross_attention_kernel=make_dense_kernel(Attention(), target),
+        cross_attention_kernel=make_dense_kernel(_select_for_prompts(attention), target),
         backends=(
             *_make_rainfusion_backends(attention, target, checkpoint_rotations),
             *_make_fp8_backends(attention, target, checkpoint_rotations),
@@ -138,6 +137,15 @@ def select_kernels(
         compiled_ops=compiled_ops,
         frequency_cap=frequency_cap,
     )
+
+
+def _select_for_prompts(attention: Attention) -> Attention:
+    """Returns the settings of cross-attention: PyTorch's kernel if it is selected, else auto.
+
+    The prompt is too short for sparse or quantizing attention to pay off.
+    """
+    backend = attention.attention_backend
+    return Attention(attention_backend="sdpa" if backend == "sdpa" else "auto")
 
 
 def make_vendor_ops(fused_op_names: Collection[str], load: Load = resolve_name) -> SmallOps:
