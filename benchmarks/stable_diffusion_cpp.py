@@ -49,6 +49,7 @@ from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer, read_frame_num, read_size, real
 from wan.testing.random_checkpoint import train_tokenizer, write_tokenizer
+from wan.utils.files import write_folder
 
 TASK = "t2v-1.3B"
 SIDES = ("ours", "theirs")
@@ -84,12 +85,16 @@ json.dump(ends, open(path, "w"))
 """
 
 
+def locate(folder: Path, name: str) -> Path:
+    """Return the path of a file, which has a folder of its own."""
+    return folder / name.rpartition(".")[0] / name
+
+
 def make_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Make a file unless it exists; an interrupted call leaves none of this name."""
+    """Make a file and its folder unless they exist; an interrupted call leaves neither."""
     if not path.exists():
-        part = path.with_name(f"part-{path.name}")
-        write(part)
-        part.rename(path)
+        with write_folder(path.parent) as part:
+            write(part / path.name)
 
 
 def write_networks(folder: Path) -> None:
@@ -98,13 +103,18 @@ def write_networks(folder: Path) -> None:
         dit = WanModel(**make_config(TASK), text_dim=4096)
         encoder = t5.build_published_text_encoder()
         autoencoder = video_vae.build_published_vae(PRESETS[TASK].vae)
-    make_file(folder / DIT, lambda p: save_network(dit, p, layer="blocks", layers=LAYERS[TASK]))
-    make_file(folder / TEXT_ENCODER, lambda p: save_network(encoder, p, layer="block", layers=24))
+    make_file(
+        locate(folder, DIT), lambda p: save_network(dit, p, layer="blocks", layers=LAYERS[TASK])
+    )
+    make_file(
+        locate(folder, TEXT_ENCODER), lambda p: save_network(encoder, p, layer="block", layers=24)
+    )
     rename = partial(rename_vae_to_official, residual=False)
     make_file(
-        folder / VAE, lambda p: save_network(autoencoder, p, rename, layer="no layers", layers=1)
+        locate(folder, VAE),
+        lambda p: save_network(autoencoder, p, rename, layer="no layers", layers=1),
     )
-    make_file(folder / "google", lambda p: write_tokenizer(p / "umt5-xxl", train_tokenizer()))
+    make_file(folder / "google" / "umt5-xxl", lambda p: write_tokenizer(p, train_tokenizer()))
 
 
 def quantize_file(sd_cli: Path, source: Path, target: Path, kind: str) -> None:
@@ -141,15 +151,15 @@ def read_step_seconds(output: str, steps: int) -> dict[str, float]:
 
 def run_side(who: str, kind: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Make one video with one side; return its seconds and peak memory."""
-    dit, steps = folder / f"{TASK}-{kind}.gguf", str(options.steps)
+    dit, steps = locate(folder, f"{TASK}-{kind}.gguf"), str(options.steps)
     scale, shift = f"{options.guidance:g}", f"{options.shift:g}"
     width, height = options.size.split("*")
     with tempfile.TemporaryDirectory() as temporary:
         output = Path(temporary) / "output"
         if who == "theirs":
             command = [str(options.sd_cli.absolute()), "-M", "vid_gen", *options.sd_flags.split()]
-            command += ["--diffusion-model", str(dit), "--vae", str(folder / VAE)]
-            command += ["--t5xxl", str(folder / QUANTIZED_TEXT_ENCODER), "-p", PROMPT]
+            command += ["--diffusion-model", str(dit), "--vae", str(locate(folder, VAE))]
+            command += ["--t5xxl", str(locate(folder, QUANTIZED_TEXT_ENCODER)), "-p", PROMPT]
             command += ["-n", PRESETS[TASK].negative_prompt, "-W", width, "-H", height]
             command += ["--video-frames", str(options.frames), "--steps", steps, "-s", "0"]
             command += ["--cfg-scale", scale, "--flow-shift", shift, "--sampling-method", "euler"]
@@ -157,7 +167,12 @@ def run_side(who: str, kind: str, folder: Path, options: argparse.Namespace) -> 
             usage = measure_command(command, output=output)
             return usage | read_step_seconds(output.read_text(errors="replace"), options.steps)
         flags = ["--task", TASK, "--ckpt_dir", str(folder), "--dit", str(dit), "--prompt", PROMPT]
-        flags += ["--text_encoder", str(folder / TEXT_ENCODER), "--vae", str(folder / VAE)]
+        flags += [
+            "--text_encoder",
+            str(locate(folder, TEXT_ENCODER)),
+            "--vae",
+            str(locate(folder, VAE)),
+        ]
         flags += ["--size", options.size, "--frame_num", str(options.frames)]
         flags += ["--sample_steps", steps, "--sample_guide_scale", scale, "--sample_shift", shift]
         flags += ["--sample_solver", "euler", "--precision", "bf16", "--device", "cpu"]
@@ -244,9 +259,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         with get_context("spawn").Pool(1) as pool:
             pool.apply(write_networks, (folder,))
         sd_cli = options.sd_cli.absolute()
-        quantize_file(sd_cli, folder / TEXT_ENCODER, folder / QUANTIZED_TEXT_ENCODER, "Q8_0")
+        quantize_file(
+            sd_cli, locate(folder, TEXT_ENCODER), locate(folder, QUANTIZED_TEXT_ENCODER), "Q8_0"
+        )
         for kind in options.weights:
-            quantize_file(sd_cli, folder / DIT, folder / f"{TASK}-{kind}.gguf", kind)
+            quantize_file(sd_cli, locate(folder, DIT), locate(folder, f"{TASK}-{kind}.gguf"), kind)
         for number in range(options.rounds):
             for kind in options.weights:
                 for who in SIDES[:: -1 if number % 2 else 1]:
