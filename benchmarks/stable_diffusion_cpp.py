@@ -80,8 +80,10 @@ def record_end(*arguments):
 trace.record_step = record_end
 if compiled:
     compiled_dequantise.CompiledDequantizer.__init__.__defaults__ = (0,)
-runpy.run_path("generate.py", run_name="__main__")
-json.dump(ends, open(path, "w"))
+try:
+    runpy.run_path("generate.py", run_name="__main__")  # which exits
+finally:
+    json.dump(ends, open(path, "w"))
 """
 
 
