@@ -235,11 +235,13 @@ def read_process_usage(process: int) -> dict[str, int]:
     return {key: fields.get(name, 0) for key, name in names.items()}
 
 
-def measure_command(command: list[str], folder: Path | None = None) -> dict[str, Any]:
-    """Runs a command and returns its seconds and peak memory."""
+def measure_command(
+    command: list[str], folder: Path | None = None, output: Path = Path(os.devnull)
+) -> dict[str, Any]:
+    """Runs a command, writes what it prints to a file, returns its seconds and peak memory."""
     start, peaks = time.perf_counter(), {"anonymous": 0, "resident": 0, "read": 0}
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdout=quiet, stderr=quiet, cwd=folder)
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=folder)
     while process.poll() is None:
         peaks = {
             name: max(peaks[name], size) for name, size in read_process_usage(process.pid).items()

@@ -58,10 +58,11 @@ from wan.testing.random_checkpoint import train_tokenizer, write_tokenizer
 from wan.utils.files import write_folder
 
 SIZES: dict[str, dict[str, Any]] = {
+    "t2v-1.3B": {"model_type": "t2v", "in_dim": 16, "out_dim": 16, "num_heads": 12},
     "ti2v-5B": {"model_type": "ti2v", "in_dim": 48, "out_dim": 48, "num_heads": 24},
     "t2v-A14B": {"model_type": "t2v", "in_dim": 16, "out_dim": 16, "num_heads": 40},
 }
-LAYERS = {"ti2v-5B": 30, "t2v-A14B": 40}
+LAYERS = {"t2v-1.3B": 30, "ti2v-5B": 30, "t2v-A14B": 40}
 QUICK = ["--size", "320*192", "--frame_num", "9", "--sample_steps", "2"]
 QUICK += ["--precision", "bf16", "--device", "cpu", "--base_seed", "0"]
 

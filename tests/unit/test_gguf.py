@@ -32,6 +32,7 @@ from tests.gguf_files import dequantize, finish_gguf, get_quant_type, make_gguf_
 from tests.pipelines import build_quick_pipeline, count_owned_bytes, generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint.dequantise import TO_FLOAT, dequantize_gguf
+from wan.checkpoint.dit_shapes import convert_dit_tensors
 from wan.checkpoint.gguf import read_gguf_metadata
 from wan.checkpoint.headers import read_file_headers
 from wan.checkpoint.layout import inspect_checkpoint
@@ -64,6 +65,17 @@ def test_values_of_any_bytes() -> None:
         ):
             wrong.append(kind)
     assert not wrong
+
+
+@pytest.mark.parametrize("kinds", [{}, {"blocks.0.modulation": "Q8_0"}])
+def test_modulations_of_stable_diffusion_cpp(tmp_path: Path, kinds: dict[str, str]) -> None:
+    """Its GGUF files drop the first axis, of length 1, and quantize the values."""
+    path, tensors = tmp_path / "x.gguf", {"blocks.0.modulation": torch.randn(6, 64)}
+    values = gguf_files.write_gguf(path, tensors, kinds)
+    infos = convert_dit_tensors(read_file_headers(path))
+    (source,) = open_sources(infos).values()
+    assert source.shape == (1, 6, 64)
+    assert torch.equal(source.read(slice(None)), values["blocks.0.modulation"][None])
 
 
 @np.errstate(invalid="ignore")

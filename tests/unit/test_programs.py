@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks import powercap_gpu
+from benchmarks import powercap_gpu, stable_diffusion_cpp
 from tests.dist import REPO
 from tests.refusals import check_refusals
 from tools import contact_sheet, make_sound
@@ -47,6 +47,7 @@ NUMBERS = {  # module -> options with a number | other required arguments
     "benchmarks.service_connections": "--connections --seconds",
     "benchmarks.service_history": "--videos --rounds",
     "benchmarks.service_soak": "--minutes --jobs --seed --ranks --clients --kill_every",
+    "benchmarks.stable_diffusion_cpp": "--frames --steps --guidance --shift --rounds | --sd_cli x",
     "benchmarks.step_cache": "--ranks --grid --rounds",
     "benchmarks.trace_overhead": "--tokens --heads --layers --rounds",
     "benchmarks.traffic": "--ranks",
@@ -146,6 +147,17 @@ def test_powercap_gpu_writes_what_it_measured(tmp_path: Path) -> None:
     [result] = json.loads(path.read_text())["results"]
     assert {row.name for row in MODES.values()} < result["variants"].keys()
     assert result["options"]["tokens"] == 64
+
+
+def test_step_seconds_of_sd_cli() -> None:
+    read = stable_diffusion_cpp.read_step_seconds
+    end = "[INFO ] x.cpp:1 - sampling completed, taking 10.00s\n"
+    slow = "\r  |==| 1/4 - 4.00s/it\x1b[K\r  |==| 2/4 - 3.00s/it\x1b[K"
+    assert read(f"| 1/4 - 9.00MB/s\n{slow}\n{end}", 4) == {"first": 4.0, "step": 2.0}
+    assert read(f"\r  |==| 1/4 - 4.00it/s\x1b[K\n{end}", 4) == {"first": 0.25, "step": 3.25}
+    for output in (end, slow):
+        with pytest.raises(InputError):
+            read(output, 4)
 
 
 def test_outputs_that_are_not_ours_are_refused(capsys, tmp_path: Path, monkeypatch) -> None:

@@ -18,7 +18,8 @@ _PATCH_SIZE = (1, 2, 2)  # of all published networks
 def convert_dit_tensors(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Returns the tensors of a DiT, by official name, with their official shapes.
 
-    Merges the keys and values of face attention, and reshapes the biases of the motion encoder.
+    Merges the keys and values of face attention, and reshapes the biases of the motion encoder and
+    modulations, whose first axis of length 1 ggml's writer of GGUF files drops.
     """
     tensors = restore_patch_axes(
         {name: info for name, info in tensors.items() if not _is_constant_tensor(name)}
@@ -39,6 +40,8 @@ def convert_dit_tensors(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorIn
     for name, info in tensors.items():
         if _is_conv_bias(name) and len(info.shape) == 1:
             tensors[name] = replace(info, shape=(1, *info.shape, 1, 1))
+        elif name.endswith("modulation") and len(info.shape) == 2:
+            tensors[name] = replace(info, shape=(1, *info.shape))
     return tensors
 
 
