@@ -67,15 +67,29 @@ def test_values_of_any_bytes() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("kinds", [{}, {"blocks.0.modulation": "Q8_0"}])
-def test_modulations_of_stable_diffusion_cpp(tmp_path: Path, kinds: dict[str, str]) -> None:
-    """Its GGUF files drop the first axis, of length 1, and quantize the values."""
-    path, tensors = tmp_path / "x.gguf", {"blocks.0.modulation": torch.randn(6, 64)}
-    values = gguf_files.write_gguf(path, tensors, kinds)
-    infos = convert_dit_tensors(read_file_headers(path))
-    (source,) = open_sources(infos).values()
-    assert source.shape == (1, 6, 64)
-    assert torch.equal(source.read(slice(None)), values["blocks.0.modulation"][None])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_axes_that_stable_diffusion_cpp_drops(tmp_path: Path, kind: str) -> None:
+    """Its GGUF files have no first axes of length 1, and it quantizes these tensors."""
+    shapes = {
+        "blocks.0.modulation": (1, 6, 64),
+        "head.modulation": (1, 2, 64),
+        "img_emb.emb_pos": (1, 5, 64),
+        "casual_audio_encoder.encoder.padding_tokens": (1, 1, 1, 64),
+        "casual_audio_encoder.weights": (1, 25, 1, 1),
+        "blocks.0.norm3.weight": (64,),
+    }
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    stored = {
+        name: x.reshape(x.shape[next((i for i, n in enumerate(x.shape) if n > 1), 0) :])
+        for name, x in tensors.items()
+    }
+    kinds = {name: kind for name in tensors if name != "casual_audio_encoder.weights"}
+    path = tmp_path / "x.gguf"
+    values = gguf_files.write_gguf(path, stored, {} if kind == "F32" else kinds)
+    sources = open_sources(convert_dit_tensors(read_file_headers(path)))
+    assert {name: source.shape for name, source in sources.items()} == shapes
+    for name, source in sources.items():
+        assert torch.equal(source.read(slice(None)), values[name].view(shapes[name]))
 
 
 @np.errstate(invalid="ignore")

@@ -12,14 +12,16 @@ from wan.settings.errors import InputError
 
 _is_constant_tensor = re.compile(r"motion_encoder\..*\.kernel$").match  # the same in every file
 _is_conv_bias = re.compile(r"motion_encoder\.enc\.net_app\..*\.bias$").match
+_AXES = {"modulation": 3, "emb_pos": 3, "padding_tokens": 4, "audio_encoder.weights": 4}
+"""End of a tensor's name -> number of axes, of those whose first axis has length 1."""
 _PATCH_SIZE = (1, 2, 2)  # of all published networks
 
 
 def convert_dit_tensors(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Returns the tensors of a DiT, by official name, with their official shapes.
 
-    Merges the keys and values of face attention, and reshapes the biases of the motion encoder and
-    modulations, whose first axis of length 1 ggml's writer of GGUF files drops.
+    Merges the keys and values of face attention, reshapes the biases of the motion encoder, and
+    restores first axes of length 1, which ggml's writer of GGUF files drops.
     """
     tensors = restore_patch_axes(
         {name: info for name, info in tensors.items() if not _is_constant_tensor(name)}
@@ -40,8 +42,9 @@ def convert_dit_tensors(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorIn
     for name, info in tensors.items():
         if _is_conv_bias(name) and len(info.shape) == 1:
             tensors[name] = replace(info, shape=(1, *info.shape, 1, 1))
-        elif name.endswith("modulation") and len(info.shape) == 2:
-            tensors[name] = replace(info, shape=(1, *info.shape))
+        axes = next((axes for suffix, axes in _AXES.items() if name.endswith(suffix)), 0)
+        if 0 < len(info.shape) < axes:
+            tensors[name] = replace(info, shape=(1,) * (axes - len(info.shape)) + info.shape)
     return tensors
 
 
