@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.cli.test_attention_flags import INVALID_FLAGS, INVALID_PLANS
 from tests.conftest import Refusals, Tiny, slow
@@ -257,6 +257,13 @@ def save_pth(file: str, value: object) -> Callable[[Path], object]:
     return lambda folder: torch.save({"x": value}, folder / file)
 
 
+def shorten_low_noise_bias(folder: Path) -> None:
+    path = folder / "low_noise_model" / _shard(folder).name
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("bias"))
+    save_file(tensors | {name: tensors[name][:-1].clone()}, path)
+
+
 def write(file: str, text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / file).write_text(text)
 
@@ -328,6 +335,7 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "generation config not JSON": write("generation_config.json", "nope"),
     "generation config unknown key": write("generation_config.json", '{"image": "x"}'),
     "generation config bad value": write("generation_config.json", '{"frame_num": 80}'),
+    "second expert with a shorter bias": shorten_low_noise_bias,
 }
 
 
@@ -339,6 +347,30 @@ def test_broken_checkpoints(tiny: Tiny, tmp_path: Path, refusals: Refusals) -> N
         damage(folder)
         cases[name] = ["--ckpt_dir", folder.name]
     refusals("broken checkpoints", cases)
+
+
+IN_PLANS = (
+    "config of",
+    "config with",
+    "VAE",
+    "text encoder",
+    "expert",
+    "shard",
+    "second expert",
+    "unknown dtype",
+)
+
+
+def test_plans_of_broken_checkpoints(tiny: Tiny, tmp_path: Path, refusals: Refusals) -> None:
+    """What a run refuses because of its networks; a plan needs no VAE and text encoder."""
+    cases = {}
+    for number, (name, damage) in enumerate(BROKEN.items()):
+        if name.startswith(IN_PLANS) and not name.endswith(("VAE missing", "encoder missing")):
+            folder = tmp_path / str(number)
+            shutil.copytree(tiny("t2v-A14B"), folder)
+            damage(folder)
+            cases[name] = ["--ckpt_dir", folder.name, "--plan"]
+    refusals("plans of broken checkpoints", cases)
 
 
 def test_folders_of_other_tasks(tiny: Tiny, image_path: Path, refusals: Refusals) -> None:

@@ -7,7 +7,7 @@ computed from padding is NaN too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -18,15 +18,18 @@ from torch import Tensor
 from tests.dist import run_on_ranks
 from tests.distributed.methods import GatheringKernel
 from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
+from wan.kernels.avx512_attention import Avx512Kernel
 from wan.kernels.interfaces import Kernel
 from wan.kernels.sdpa import SdpaKernel
 from wan.settings.attention_modes import TokenPlan
+from wan.utils.torch_private import has_avx512_bf16
 
 pytestmark = pytest.mark.dist
 
 Case = tuple[Topology, int, int, str]
 """(ranks, heads, tokens, dtype)."""
 
+needs_avx512_bf16 = pytest.mark.skipif(not has_avx512_bf16(), reason="needs AVX512-BF16")
 HEADS = (12, 24, 40)
 TOKENS = (9, 3, 67, 264)  # 264 needs no padding; of 3, and of 9 on 8 ranks, rings hold much padding
 DTYPES = ("float32", "bfloat16")
@@ -35,7 +38,7 @@ BATCH, HEAD_DIM = 2, 16
 
 @lru_cache(4)
 def make_qkv_and_reference(
-    heads: int, tokens: int, dtype: str
+    heads: int, tokens: int, dtype: str, head_dim: int = HEAD_DIM
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Return (q, k, v [B,S,N,D]; attention in float32; each element's tolerance).
 
@@ -43,7 +46,7 @@ def make_qkv_and_reference(
     and the merged result. So an element's error is at most 3 * 2**-8 of softmax weights times |v|.
     """
     generator = torch.Generator().manual_seed(heads * tokens)
-    shape = (3, BATCH, tokens, heads, HEAD_DIM)
+    shape = (3, BATCH, tokens, heads, head_dim)
     qkv = [x.to(getattr(torch, dtype)) for x in torch.randn(shape, generator=generator)]
     q, k, v = (x.float().transpose(1, 2) for x in qkv)
     expected, sizes = (
@@ -53,7 +56,9 @@ def make_qkv_and_reference(
     return qkv, expected, exact if dtype == "float32" else exact + 3 * 2**-8 * sizes
 
 
-def compare_modes(case: Case, kernel: Callable[[], Kernel], same_bits: bool = True) -> None:
+def compare_modes(
+    case: Case, kernel: Callable[[], Kernel], same_bits: bool = True, head_dim: int = HEAD_DIM
+) -> None:
     """Compare the modes on one rank.
 
     All modes are computed before the first assertion, so that a failure leaves no rank waiting.
@@ -62,7 +67,7 @@ def compare_modes(case: Case, kernel: Callable[[], Kernel], same_bits: bool = Tr
     """
     topology, heads, tokens, dtype = case
     plan = TokenPlan(tokens, topology.world)
-    global_qkv, expected, tolerance = make_qkv_and_reference(heads, tokens, dtype)
+    global_qkv, expected, tolerance = make_qkv_and_reference(heads, tokens, dtype, head_dim)
     qkv = [shard(x, plan, torch.nan) for x in global_qkv]
     out = {mode: attention_layer(topology, mode, kernel())(*qkv, valid_len=tokens) for mode in ROWS}
 
@@ -145,6 +150,13 @@ def test_kernels_without_lse_get_all_keys_at_once() -> None:
         [(Topology(1, 2), 24, 9, "bfloat16"), (Topology(1, 2), 24, 67, "float32")], GatheringKernel
     )
     check_on_ranks([(Topology(2, 2), 24, 9, "float32")], GatheringKernel)
+
+
+@needs_avx512_bf16
+def test_the_kernel_of_amd_cpus() -> None:
+    """Its results do not depend on the number of heads, bit for bit."""
+    case = Topology(2, 2), 12, 67, "bfloat16"
+    run_on_ranks(4, partial(compare_modes, head_dim=64), case, Avx512Kernel)
 
 
 def attend_without_valid_len() -> None:

@@ -112,12 +112,16 @@ def test_compiled_values_of_any_bytes(kind: str) -> None:
         torch.testing.assert_close(values, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_weights_are_dequantized_without_a_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("missing", ["compiler", "cache"])
+def test_weights_are_dequantized_without_a_compiler_or_a_cache(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from torch._inductor import config
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (tmp_path / "file").touch()
+    cache = tmp_path if missing == "compiler" else tmp_path / "file" / "folder"
+    compiler = str(tmp_path / "g++") if missing == "compiler" else "g++"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     torch._dynamo.reset()
     stored = make_random_rows("Q4_K", 300)
     stored = stored[(dequantize(stored.numpy(), "Q4_K").abs() < 1e30).all(1)]
@@ -131,7 +135,7 @@ def test_weights_are_dequantized_without_a_compiler(
         try_fill=partial(dequantizer.fill, "Q4_K"),
     )
     caplog.set_level(logging.WARNING)
-    with config.patch({"cpp.cxx": (str(tmp_path / "g++"),)}), torch.inference_mode():
+    with config.patch({"cpp.cxx": (compiler,)}), torch.inference_mode():
         rows = [layer(torch.eye(512).bfloat16()) for _ in range(2)]
     for output in rows:
         assert torch.equal(output, dequantize(stored.numpy(), "Q4_K").bfloat16().T)

@@ -120,7 +120,7 @@ class ModelSpec(Generic[N]):
     def check(self) -> None:
         """Checks the network against the files; InputError names the first tensor that differs."""
         if self._network is None:
-            self._network = self._build_network()
+            self._network = self.build()
 
     def load(
         self,
@@ -131,7 +131,7 @@ class ModelSpec(Generic[N]):
         transform: WeightTransform = keep_sources,
     ) -> N:
         """Returns the network for inference, with this rank's weights."""
-        network = self._build_network() if self._network is None else self._network
+        network = self.build() if self._network is None else self._network
         self._network = None
         sources = transform(network, open_sources(self.tensors))
         load_weights(
@@ -139,14 +139,15 @@ class ModelSpec(Generic[N]):
         )
         return network
 
-    def _build_network(self) -> N:
+    def build(self) -> N:
+        """Returns the network on the meta device; InputError as for `check`."""
         with torch.device("meta"):
             network = self.make()
-        _check_names_and_shapes(network, self.tensors, self.origin)
+        check_names_and_shapes(network, self.tensors, self.origin)
         return network
 
 
-def _check_names_and_shapes(
+def check_names_and_shapes(
     network: nn.Module, tensors: Mapping[str, TensorInfo], origin: Path
 ) -> None:
     """Refuses differing names or shapes; a parameter with two names needs only the first."""

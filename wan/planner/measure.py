@@ -23,7 +23,14 @@ from torch import nn
 
 from wan.cache.policy import BRANCHES
 from wan.checkpoint.dequantise import TO_FLOAT
-from wan.checkpoint.load import DTYPES, UNSHARDED, DtypeRule, Sharding, make_dit_dtype_rule
+from wan.checkpoint.load import (
+    DTYPES,
+    UNSHARDED,
+    DtypeRule,
+    Sharding,
+    check_names_and_shapes,
+    make_dit_dtype_rule,
+)
 from wan.checkpoint.tensor_info import FLOATS, GGUF, TensorInfo
 from wan.device import Device, select_device
 from wan.distributed import mesh
@@ -245,7 +252,7 @@ class Planner:
                     network = t5.build_published_text_encoder()
                 else:
                     spec = t5.read_text_encoder_spec(path)
-                    network, tensors = spec.make(), spec.tensors
+                    network, tensors = spec.build(), spec.tensors
             _, sharding = build.make_weight_shardings(parallel, groups)
             blocks, dtypes = network.encoder.block, t5.choose_text_encoder_dtypes(self.dtype)
             with _prepare_meta_network(network, blocks, dtypes, sharding, tensors) as tracker:
@@ -276,7 +283,7 @@ class Planner:
                 network = video_vae.build_published_vae(preset.vae)
             else:
                 spec = video_vae.read_vae_spec(path)
-                network, tensors = spec.make(), spec.tensors
+                network, tensors = spec.build(), spec.tensors
         network.to(build.DTYPES[self.setup.execution.vae_precision]).eval().requires_grad_(False)
         autoencoder = video_vae.VideoVAE(network)
         (channels, _, *latent_size), pixel_size = params.latent_shape, params.frame_size[::-1]
@@ -415,6 +422,9 @@ class Planner:
         compute, device_type = build.DTYPES[self.precision], self.device.type
         with META:
             network = build_dit(files.config, components)
+            for dit in setup.checkpoint.experts.values():
+                if dit.tensors:  # none without a checkpoint
+                    check_names_and_shapes(network, dit.tensors, dit.folder)
             if setup.quantized_dit is None:
                 weight_transforms.install_weight_only_linears(
                     setup, expert, device_type, network, compute
