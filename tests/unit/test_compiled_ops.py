@@ -146,15 +146,19 @@ def test_with_autograd_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> N
     assert not graphs.graph_counts and net.blocks[0].self_attn.q.weight.grad.abs().sum() > 0
 
 
-def test_without_a_compiler_everything_runs_as_it_is_written(
-    tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("missing", ["compiler", "cache"])
+def test_without_a_compiler_or_a_cache_everything_runs_as_it_is_written(
+    missing: str, tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from torch._inductor import config
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (tmp_path / "file").touch()
+    cache = tmp_path if missing == "compiler" else tmp_path / "file" / "folder"
+    compiler = str(tmp_path / "g++") if missing == "compiler" else "g++"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     torch._dynamo.reset()
     net = model(CompiledOps(STEPS_BY_OP, min_elements=0))
-    with config.patch({"cpp.cxx": (str(tmp_path / "g++"),)}), caplog.at_level(logging.WARNING):
+    with config.patch({"cpp.cxx": (compiler,)}), caplog.at_level(logging.WARNING):
         output = velocity(net, 3, torch.tensor([500.0]))
     assert torch.equal(output, velocity(model(CompiledOps(())), 3, torch.tensor([500.0])))
     (notice,) = caplog.messages

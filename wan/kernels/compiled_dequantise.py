@@ -61,16 +61,12 @@ class CompiledDequantizer:
         if self._eager_values[dtype] < self._min_values:
             self._eager_values[dtype] += out_OI.numel()
             return False
-        if dtype not in self._compiled:
-            set_up_compiler()
-            logger.info("Compiling the function that dequantizes %s (--fused_ops) ...", dtype)
-            options: dict[str, Any] = {"cpp.dynamic_threads": True}  # loading changes their number
-            function = torch.compile(_FUNCTIONS[dtype], dynamic=True, options=options)
-            self._compiled[dtype] = function
         try:
+            if dtype not in self._compiled:
+                self._compiled[dtype] = _compile(dtype)
             for arguments in _list_arguments(dtype, data, scale, out_OI):
                 self._compiled[dtype](*arguments)
-        except Exception as error:  # any compiler's error
+        except Exception as error:  # any of the compiler, or of the folder of its cache
             self._works = False
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             logger.warning(
@@ -79,6 +75,14 @@ class CompiledDequantizer:
                 reason,
             )
         return self._works
+
+
+def _compile(dtype: str) -> Callable[..., None]:
+    """Returns the compiled function of a dtype; the compiler runs in its first call."""
+    set_up_compiler()
+    logger.info("Compiling the function that dequantizes %s (--fused_ops) ...", dtype)
+    options: dict[str, Any] = {"cpp.dynamic_threads": True}  # loading changes their number
+    return torch.compile(_FUNCTIONS[dtype], dynamic=True, options=options)
 
 
 def _list_arguments(

@@ -58,10 +58,10 @@ class CompiledOps:
             set_up_compiler()
             logger.info("Compiling the small operations of a block (--fused_ops) ...")
         options: dict[str, Any] = {"cpp.dynamic_threads": True}  # loading changes their number
-        self.compiled[name] = torch.compile(op, options=options)
         try:
+            self.compiled[name] = torch.compile(op, options=options)
             return self.compiled[name](x, *args)
-        except Exception as error:  # any compiler's error; nothing has been computed yet
+        except Exception as error:  # of the compiler or of its cache; nothing has been computed yet
             self._steps = set()
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             logger.warning(
