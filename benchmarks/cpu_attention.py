@@ -5,8 +5,8 @@
 Every round runs both kernels once on the same random tensors with heads of 128 channels: the
 self-attention of a small video of the 1.3B (12 heads) and of the 5B (24 heads), cross-attention to
 the 512 text tokens, and one head of longer videos. The program prints milliseconds, the rate, and
-the ratio inside a round; the error is the distance to float32, relative to the result, in the
-first two cases. The JSON file has every round.
+the ratio inside a round; the error, in the first three cases, is the distance to float32, relative
+to the result. The JSON file has every round.
 """
 
 from __future__ import annotations
