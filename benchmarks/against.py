@@ -42,14 +42,12 @@ import diffusers
 import numpy as np
 import torch
 
-from benchmarks.common import CPU, compute_ratios, results_file, write_json
+from benchmarks.common import CPU, compute_ratios, read_earlier_runs, results_file, write_json
 from benchmarks.residency import draw_parameters
 from tools.safetensors_stream import stream_safetensors
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
-from wan.checkpoint.headers import read_json
 from wan.modules import t5
-from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer, read_frame_num, read_size, real
 from wan.testing.random_checkpoint import VAE_22, train_tokenizer, write_tokenizer
@@ -328,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings: dict[str, Any] = {name: getattr(options, name) for name in names}
     settings["guidance"] = options.guidance[0] if len(options.guidance) == 1 else options.guidance
     sides = ["ours", "theirs"] + ["official"] * (options.official is not None)
-    results = read_earlier_runs(options.json)
+    results = read_earlier_runs(options.json, is_run_record)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or (options.keep or Path(temporary)) / options.task
         if not folder.is_dir():
@@ -353,22 +351,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
 
 
-def read_earlier_runs(path: Path | None) -> list[dict[str, Any]]:
-    """Reads the runs of earlier calls, with any settings, from a JSON file.
-
-    Raises:
-        InputError: The file holds results of another benchmark.
-    """
-    if path is None or not path.is_file() or not path.stat().st_size:
-        return []
-    runs: list[dict[str, Any]] = read_json(path)["results"]
-    for run_record in runs if isinstance(runs, list) else [None]:
-        if not isinstance(run_record, dict) or not _is_run_record(run_record):
-            raise InputError("--json", path, "holds results of another benchmark", "name another")
-    return runs
-
-
-def _is_run_record(run_record: dict[str, Any]) -> bool:
+def is_run_record(run_record: dict[str, Any]) -> bool:
     """Whether a JSON object has the fields of a run, with numbers where numbers belong."""
     stages, rounds = run_record.get("stages") or {}, run_record.get("round")
     numbers = [

@@ -33,6 +33,8 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from wan.app.programs import make_argument_type, make_output_path_type
+from wan.checkpoint.headers import read_json
+from wan.settings.errors import InputError
 from wan.settings.values import format_value, integer
 from wan.utils import system
 from wan.utils.files import make_json_kind, write_output
@@ -196,6 +198,23 @@ def parse_token_grid(text: str) -> tuple[int, ...]:
     if len(sizes) != 3:
         raise argparse.ArgumentTypeError(f"{format_value(text)} is not F,H,W")
     return sizes
+
+
+def read_earlier_runs(
+    path: Path | None, is_run: Callable[[dict[str, Any]], bool]
+) -> list[dict[str, Any]]:
+    """Read the runs of earlier calls, with any settings, from a JSON file.
+
+    Raises:
+        InputError: The file holds results of another benchmark.
+    """
+    if path is None or not path.is_file() or not path.stat().st_size:
+        return []
+    runs: list[dict[str, Any]] = read_json(path)["results"]
+    for run in runs if isinstance(runs, list) else [None]:
+        if not isinstance(run, dict) or not is_run(run):
+            raise InputError("--json", path, "holds results of another benchmark", "name another")
+    return runs
 
 
 def write_json(path: Path | None, device: torch.device, results: Sequence[Any]) -> None:

@@ -36,11 +36,17 @@ from typing import Any
 import torch
 
 from benchmarks.against import PROMPT, measure_command
-from benchmarks.common import CPU, compute_ratios, compute_spread, results_file, write_json
+from benchmarks.common import (
+    CPU,
+    compute_ratios,
+    compute_spread,
+    read_earlier_runs,
+    results_file,
+    write_json,
+)
 from benchmarks.residency import LAYERS, make_config, save_network
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
-from wan.checkpoint.headers import read_json
 from wan.checkpoint.keymaps import rename_vae_to_official
 from wan.modules import t5
 from wan.modules.model import WanModel
@@ -185,19 +191,9 @@ def run_side(who: str, kind: str, folder: Path, options: argparse.Namespace) -> 
         return usage | {"step": (ends[-1] - ends[0]) / (len(ends) - 1)}
 
 
-def read_earlier_runs(path: Path | None) -> list[dict[str, Any]]:
-    """Read the runs of earlier calls, with any settings, from a JSON file.
-
-    Raises:
-        InputError: The file holds results of another benchmark.
-    """
-    if path is None or not path.is_file() or not path.stat().st_size:
-        return []
-    runs: list[dict[str, Any]] = read_json(path)["results"]
-    for run in runs if isinstance(runs, list) else [None]:
-        if not isinstance(run, dict) or not {"who", "weights", "round", "step"} <= run.keys():
-            raise InputError("--json", path, "holds results of another benchmark", "name another")
-    return runs
+def is_run_record(run: dict[str, Any]) -> bool:
+    """Whether a JSON object has the fields of a run."""
+    return {"who", "weights", "round", "step"} <= run.keys()
 
 
 def print_medians(kind: str, runs: list[dict[str, Any]]) -> None:
@@ -254,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = ("size", "frames", "steps", "guidance", "shift", "sd_flags", "compiled")
     settings = {name: getattr(options, name) for name in names}
     settings["threads"] = torch.get_num_threads()
-    results = read_earlier_runs(options.json)
+    results = read_earlier_runs(options.json, is_run_record)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.keep or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,12 @@ from torch.testing import assert_close
 
 from wan.device import Device
 from wan.kernels import avx512_attention
-from wan.kernels.avx512_attention import Avx512Kernel, load_library, make_cpu_kernel
+from wan.kernels.avx512_attention import (
+    Avx512Kernel,
+    compiles,
+    load_library,
+    make_cpu_kernel,
+)
 from wan.kernels.interfaces import Target
 from wan.kernels.registry import select_kernels
 from wan.kernels.sdpa import SdpaKernel
@@ -116,9 +121,11 @@ def any_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A CPU with the instructions, and no library loaded by other tests."""
     monkeypatch.setattr(avx512_attention, "has_avx512_bf16", lambda: True)
     monkeypatch.setattr(avx512_attention, "has_amx", lambda: False)
-    load_library.cache_clear()
+    for function in (load_library, compiles):
+        function.cache_clear()
     yield
-    load_library.cache_clear()
+    for function in (load_library, compiles):
+        function.cache_clear()
 
 
 @pytest.mark.usefixtures("any_cpu")
@@ -161,8 +168,8 @@ def test_without_a_compiler_or_a_cache(
     if missing == "compiler":
         monkeypatch.setattr(config.cpp, "cxx", (str(tmp_path / "g++"),))
     with caplog.at_level(logging.WARNING):
-        kernel = make_cpu_kernel(Target(CPU, 64, torch.bfloat16))
-    assert type(kernel) is SdpaKernel
+        selected = select_kernels(Attention(), Target(CPU, 64, torch.bfloat16), {})
+    assert type(selected.dense_kernel) is type(selected.cross_attention_kernel) is SdpaKernel
     (notice,) = caplog.messages
     assert notice.startswith("Attention is PyTorch's, because ") and "\n" not in notice
     assert notice.endswith("(--attention_backend sdpa does not try).")

@@ -2,8 +2,8 @@
 
 There PyTorch 2.13 converts bfloat16 to float32 before both products. This kernel multiplies
 bfloat16 and adds in float32, as PyTorch's kernel does on CPUs with AMX: about twice as fast, with
-the same rounding of the weights (see docs/attention_backends.md). Its C++ is compiled once, in one
-to two seconds, and kept in the compiler's cache.
+the same rounding of the weights (see docs/attention_backends.md). Its C++ is compiled once, in three
+seconds, and kept in the compiler's cache.
 
 Legend: B batch, S tokens, N heads, D head size.
 """
@@ -30,24 +30,31 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 def make_cpu_kernel(target: Target) -> Kernel:
     """Makes the fastest kernel on this CPU; PyTorch's if the other one does not compile."""
     is_supported = target.dtype == torch.bfloat16 and is_supported_head(target.head_dim)
-    if not is_supported or not has_avx512_bf16() or has_amx():
-        return SdpaKernel(target)
+    has_instructions = has_avx512_bf16() and not has_amx()
+    return (
+        Avx512Kernel() if is_supported and has_instructions and compiles() else SdpaKernel(target)
+    )
+
+
+def is_supported_head(head_dim: int) -> bool:
+    """Whether the kernel computes heads of this size."""
+    return head_dim % _COLUMNS == 0 and head_dim <= _MAX_HEAD
+
+
+@cache
+def compiles() -> bool:
+    """Whether the C++ functions can be loaded; a process tries and warns once."""
     try:
         load_library()
-    except Exception as error:  # any compiler's error
+    except Exception as error:  # any of the compiler, or of the folder of its cache
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.warning(
             "Attention is PyTorch's, because the faster kernel of this CPU does not compile: %s "
             "(--attention_backend sdpa does not try).",
             reason,
         )
-        return SdpaKernel(target)
-    return Avx512Kernel()
-
-
-def is_supported_head(head_dim: int) -> bool:
-    """Whether the kernel computes heads of this size."""
-    return head_dim % _COLUMNS == 0 and head_dim <= _MAX_HEAD
+        return False
+    return True
 
 
 class Avx512Kernel:

@@ -156,7 +156,7 @@ def set_up_compiler() -> None:
 def compile_cpp(source: str) -> CDLL:
     """Compiles C++ with OpenMP by Inductor's compiler, or loads it from Inductor's cache on disk.
 
-    No public function compiles without the headers of PyTorch, which take half a minute.
+    The public `torch.utils.cpp_extension` needs ninja and compiles PyTorch's headers.
 
     Raises:
         Exception: Any error of the compiler or of the cache's folder.
