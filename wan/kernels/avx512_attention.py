@@ -2,8 +2,8 @@
 
 There PyTorch 2.13 converts bfloat16 to float32 before both products. This kernel multiplies
 bfloat16 and adds in float32, as PyTorch's kernel does on CPUs with AMX: about twice as fast, with
-the same rounding of the weights (see docs/attention_backends.md). Its C++ is compiled once, in three
-seconds, and kept in the compiler's cache.
+the same rounding of the weights (see docs/attention_backends.md). Its C++ is compiled once (three
+seconds) and kept in the compiler's cache.
 
 Legend: B batch, S tokens, N heads, D head size.
 """
@@ -30,10 +30,9 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 def make_cpu_kernel(target: Target) -> Kernel:
     """Makes the fastest kernel on this CPU; PyTorch's if the other one does not compile."""
     is_supported = target.dtype == torch.bfloat16 and is_supported_head(target.head_dim)
-    has_instructions = has_avx512_bf16() and not has_amx()
-    return (
-        Avx512Kernel() if is_supported and has_instructions and compiles() else SdpaKernel(target)
-    )
+    if is_supported and has_avx512_bf16() and not has_amx() and compiles():
+        return Avx512Kernel()
+    return SdpaKernel(target)
 
 
 def is_supported_head(head_dim: int) -> bool:
