@@ -2,8 +2,9 @@
 
     python tools/test_versions.py [oldest] [newest] [--folder .venv/versions] [--processes auto]
 
-"oldest" has every package of requirements.txt at its lower bound, "newest" at the newest release
-below its upper bound. Each has a virtual environment, which is kept for later runs.
+"oldest" has each package at the lower bound of its range, "newest" at the newest release below its
+upper bound: those of a run, of the service, of its store, of power and of the tests. Each has a
+virtual environment, which is kept for later runs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from wan.settings.values import Reader, integer
 from wan.utils.files import check_output_folder, make_marked_kind, remove_output, write_output
 
 REPO = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "diffusers", "transformers", "numpy")
+FILES = [REPO / f"requirements{use}.txt" for use in ("", "-serve", "-store", "-power", "-dev")]
+RANGE = re.compile(r"^([\w-]+)>=([0-9.]+)[^\s#]*", re.MULTILINE)
 COUNTS = ("passed", "failed", "skipped")
 VERSION = "import importlib.metadata as m, sys; print(*map(m.version, sys.argv[1:]))"
 
@@ -38,13 +40,18 @@ def _parse_processes(name: str, raw: str) -> str:
 
 
 def make_requirements(which: str) -> str:
-    """Return the text of requirements.txt; for "oldest" with "==A" instead of ">=A,<B"."""
-    text = (REPO / "requirements.txt").read_text()
-    return re.sub(r">=([0-9.]+),<[0-9.]+", r"==\1", text) if which == "oldest" else text
+    """Return the text of all requirements; for "oldest" with "==A" instead of ">=A,<B"."""
+    text = "\n".join(file.read_text() for file in FILES)
+    return RANGE.sub(r"\1==\2", text) if which == "oldest" else text
+
+
+def list_packages() -> list[str]:
+    """Return the names of all packages that have a range."""
+    return sorted({name for file in FILES for name, _ in RANGE.findall(file.read_text())})
 
 
 def install_environment(which: str, folder: Path) -> Path:
-    """Install the packages and test requirements into an environment; return its Python."""
+    """Install the packages into an environment; return its Python."""
     kinds = {"requirements.txt": REQUIREMENTS, "tests.xml": REPORT}
     check_output_folder(folder, kinds, "--folder")
     python = folder / "bin" / "python"
@@ -53,8 +60,8 @@ def install_environment(which: str, folder: Path) -> Path:
     listed = folder / "requirements.txt"
     with write_output(listed, REQUIREMENTS) as temporary:
         temporary.write_text(make_requirements(which))
-    command: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--upgrade"]
-    subprocess.run([*command, "-r", listed, "-r", REPO / "requirements-dev.txt"], check=True)
+    command = [python, "-m", "pip", "install", "--quiet", "--upgrade", "-r", listed]
+    subprocess.run(command, check=True)
     return python
 
 
@@ -87,21 +94,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     environments = options.environments or ["oldest", "newest"]
     if unknown := set(environments) - {"oldest", "newest"}:
         parser.error(f"there is no environment {', '.join(sorted(unknown))}")
-    rows, failed = [("", *PACKAGES, *COUNTS, "seconds")], 0
+    packages = list_packages()
+    columns, failed = [("", *packages, *COUNTS, "seconds")], 0
     for which in environments:
         folder = options.folder / which
         python = install_environment(which, folder)
-        command = [str(python), "-c", VERSION, *PACKAGES]
+        command = [str(python), "-c", VERSION, *packages]
         versions = subprocess.run(
             command, capture_output=True, text=True, check=True
         ).stdout.split()
         started = time.monotonic()
         counts = run_tests(python, folder, options.processes)
         numbers = [str(counts[name]) for name in COUNTS]
-        rows.append((which, *versions, *numbers, f"{time.monotonic() - started:.0f}"))
+        columns.append((which, *versions, *numbers, f"{time.monotonic() - started:.0f}"))
         failed += counts["failed"]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+    widths = [max(map(len, column)) for column in columns]
+    for row in zip(*columns, strict=True):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
     return 1 if failed else 0
 
