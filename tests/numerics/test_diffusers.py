@@ -106,16 +106,17 @@ def make_official_scheduler(solver: str, shift: float, begin_index: int | None =
     begin_index: Of the first step; None: the solver searches its timestep.
     """
 
-    def make_wan_solver(steps: int) -> Any:
+    def make_levels(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
         values = {"sample_solver": solver, "sample_steps": steps, "sample_shift": shift}
         request = make_video_params(PRESETS["t2v-A14B"], {"prompt": "", **values})
-        return make_solver(request, make_noise_schedule(request))[0]
+        schedule = make_noise_schedule(request)
+        return torch.tensor(schedule.sigmas), make_solver(request, schedule)[1]
 
     if solver == "euler":
 
         class Euler(FlowMatchEulerDiscreteScheduler):
             def set_timesteps(self, steps: int, device: Any = None, **_: Any) -> None:
-                super().set_timesteps(sigmas=make_wan_solver(steps).sigmas[:-1].tolist())
+                super().set_timesteps(sigmas=make_levels(steps)[0][:-1].tolist())
 
         return Euler()
     base = UniPCMultistepScheduler if solver == "unipc" else DPMSolverMultistepScheduler
@@ -123,8 +124,7 @@ def make_official_scheduler(solver: str, shift: float, begin_index: int | None =
     class Official(base):
         def set_timesteps(self, steps: int, device: Any = None, **_: Any) -> None:
             super().set_timesteps(steps)
-            wan_solver = make_wan_solver(steps)
-            self.sigmas, self.timesteps = wan_solver.sigmas, wan_solver.timesteps
+            self.sigmas, self.timesteps = make_levels(steps)
             self.set_begin_index(begin_index)
 
     return Official(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0)

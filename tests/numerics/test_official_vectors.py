@@ -162,8 +162,9 @@ def test_sigma_tables_are_exact(reference: Path) -> None:
         solver = "unipc" if table.endswith("unipc") else "dpm++"
         values = {"sample_solver": solver, "sample_steps": steps, "sample_shift": shift}
         request = make_video_params(PRESETS["t2v-A14B"], {"prompt": "", **values})
-        stepper, timesteps = make_solver(request, make_noise_schedule(request))
-        assert torch.equal(stepper.sigmas, cases[f"{table}.sigmas"]), table
+        schedule = make_noise_schedule(request)
+        _, timesteps = make_solver(request, schedule)
+        assert torch.equal(torch.tensor(schedule.sigmas), cases[f"{table}.sigmas"]), table
         assert torch.equal(timesteps, cases[f"{table}.timesteps"]), table
 
 
@@ -175,9 +176,8 @@ def test_trajectories(reference: Path) -> None:
         request = make_video_params(PRESETS["t2v-A14B"], {"prompt": "", **values})
         stepper, timesteps = make_solver(request, make_noise_schedule(request))
         trajectory = [cases[f"{run}.noise"]]
-        for index, t in enumerate(timesteps):
-            velocity = cases[f"{run}.model_outputs"][index]
-            trajectory.append(stepper.step(velocity, t, trajectory[-1], return_dict=False)[0])
+        for velocity in cases[f"{run}.model_outputs"][: len(timesteps)]:
+            trajectory.append(stepper.step(trajectory[-1], velocity))
         expected = cases[f"{run}.{SOLVERS[solver]}.trajectory"]
         assert distance(torch.stack(trajectory), expected) <= 2e-5, (solver, run)
 
@@ -196,12 +196,11 @@ def test_text_encoder_in_fp32(reference: Path, tiny, tmp_path: Path, stored: tor
     network = t5.read_text_encoder_spec(path).load(
         device=CPU, dtype_of=t5.choose_text_encoder_dtypes(torch.float32)
     )
-    assert network.config._attn_implementation == "eager"  # others are 2e-6 off
     tokenizer = t5.load_tokenizer(tiny("t2v-1.3B") / "google/umt5-xxl")
     t5.TextEncoder(network, tokenizer, dtype=torch.float32, text_len=160)
     cases = load_file(reference / "t5.cases.safetensors")
     with torch.no_grad():
-        out = network(cases["ids"], cases["mask"]).last_hidden_state
+        out = network(cases["ids"], cases["mask"])
     for row, valid in enumerate((23, 150)):
         assert distance(out[row, :valid], cases["out"][row, :valid]) <= 2e-5
     assert {p.dtype for p in network.parameters()} == {stored}

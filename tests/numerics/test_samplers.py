@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,10 @@ def plan_run(flags: str) -> Any:
 def follow_flow(params: VideoParams, x: Tensor, velocity: Velocity, draw: Any) -> Iterator[Tensor]:
     """Yields the latents at the sigmas of a solver's steps, the first ones included."""
     schedule = make_noise_schedule(params)
-    solver, timesteps = make_solver(params, schedule, draw)
+    solver, _ = make_solver(params, schedule, draw)
     yield x
-    for timestep, sigma in zip(timesteps, schedule.sigmas, strict=False):
-        (x,) = solver.step(velocity(x, sigma), timestep.float(), x, return_dict=False)
+    for sigma in schedule.sigmas[:-1]:
+        x = solver.step(x, velocity(x, sigma))
         yield x
 
 
@@ -74,7 +75,37 @@ def curved_velocity(x: Tensor, sigma: float) -> Tensor:
     return torch.sin(3 * x + sigma) - 0.3 * x
 
 
-@pytest.mark.parametrize("solver", ["euler_ancestral", "lcm", "dpm++_sde"])
+_FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 1.0}
+SCHEDULERS = {  # whose results have the same bits
+    "unipc": partial(diffusers.UniPCMultistepScheduler, **_FLOW),
+    "dpm++": partial(diffusers.DPMSolverMultistepScheduler, **_FLOW),
+    "euler": diffusers.FlowMatchEulerDiscreteScheduler,
+    "dpm++_sde": partial(
+        diffusers.DPMSolverMultistepScheduler, **_FLOW, algorithm_type="sde-dpmsolver++"
+    ),
+}
+
+
+@pytest.mark.parametrize("solver", SCHEDULERS)
+def test_solvers_have_the_bits_of_diffusers(solver: str) -> None:
+    start = torch.randn(4, 2, 5, 6, generator=torch.Generator().manual_seed(1))
+    for steps, shift in product((1, 2, 3, 4, 14, 15, 50), (1.0, 5.0, 12.0)):
+        params = make_params(solver, steps, sample_shift=shift)
+        schedule, scheduler = make_noise_schedule(params), SCHEDULERS[solver]()
+        ours, theirs = (torch.Generator().manual_seed(2) for _ in range(2))
+        _, timesteps = make_solver(params, schedule)
+        scheduler.set_timesteps(steps)
+        scheduler.sigmas, scheduler.timesteps = torch.tensor(schedule.sigmas), timesteps.float()
+        scheduler.set_begin_index(0)  # large numbers of steps have equal timesteps
+        options = {"generator": theirs} if solver == "dpm++_sde" else {}
+        noise = partial(torch.randn, start.shape, generator=ours)
+        _, *latents = follow_flow(params, start, curved_velocity, noise)
+        expected = follow_diffusers(scheduler, schedule.sigmas, start, curved_velocity, **options)
+        for x, wanted in zip(latents, expected, strict=True):
+            assert torch.equal(x, wanted), (steps, shift)
+
+
+@pytest.mark.parametrize("solver", ["euler_ancestral", "lcm"])
 def test_stochastic_solvers_are_diffusers(solver: str) -> None:
     params = make_params(solver, 8, sample_shift=5.0)
     sigmas = make_noise_schedule(params).sigmas
@@ -83,19 +114,9 @@ def test_stochastic_solvers_are_diffusers(solver: str) -> None:
     if solver == "lcm":
         scheduler: Any = diffusers.FlowMatchLCMScheduler()
         scheduler.set_timesteps(sigmas=list(sigmas[:-1]))
-    elif solver == "euler_ancestral":
+    else:
         scheduler = diffusers.LTXEulerAncestralRFScheduler(eta=1, s_noise=1)
         scheduler.set_timesteps(sigmas=list(sigmas))
-    else:
-        scheduler = diffusers.DPMSolverMultistepScheduler(
-            algorithm_type="sde-dpmsolver++",
-            prediction_type="flow_prediction",
-            use_flow_sigmas=True,
-            flow_shift=5.0,
-            solver_order=2,
-        )
-        scheduler.set_timesteps(8)
-        scheduler.sigmas = torch.tensor(sigmas)
 
     def draw() -> Tensor:
         return torch.randn(4, 5, generator=ours)

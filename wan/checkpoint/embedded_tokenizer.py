@@ -1,8 +1,9 @@
-"""Reads the tokenizer's vocabulary that is embedded in a text encoder's weight file.
+"""Reads the vocabulary of a SentencePiece tokenizer, embedded in a weight file or alone.
 
-ComfyUI's files contain a SentencePiece model as bytes (tensor `spiece_model`); GGUF files contain
-its vocabulary in their metadata (llama.cpp's keys). Three fields of SentencePiece's protobuf
-message are needed, so neither the sentencepiece nor the protobuf library is used.
+ComfyUI's files contain a SentencePiece model as bytes (tensor `spiece_model`), folders as
+`spiece.model`; GGUF files contain its vocabulary in their metadata (llama.cpp's keys). Three fields
+of SentencePiece's protobuf message are needed, so neither the sentencepiece nor the protobuf
+library is used.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _find_model(names: Iterable[str]) -> str | None:
 
 
 def read_embedded_tokenizer(path: Path) -> UnigramVocab:
-    """Reads the vocabulary embedded in a weight file; InputError if it is damaged."""
+    """Reads the vocabulary in a weight file or a `spiece.model`; InputError if it is damaged."""
     try:
         return _read_gguf_vocab(path) if path.suffix == ".gguf" else _read_sentencepiece_vocab(path)
     except (ValueError, struct.error, LookupError, TypeError, AttributeError) as error:
@@ -81,9 +82,10 @@ def _read_gguf_vocab(path: Path) -> UnigramVocab:
 
 
 def _read_sentencepiece_vocab(path: Path) -> UnigramVocab:
-    offsets = read_safetensors_offsets(path)
-    _, shape, offset = offsets[_find_model(offsets) or _TENSOR_NAME]
-    (size,) = shape
+    size, offset = -1, 0  # a file of the model alone
+    if path.suffix in SAFETENSORS_SUFFIXES:
+        offsets = read_safetensors_offsets(path)
+        _, (size,), offset = offsets[_find_model(offsets) or _TENSOR_NAME]
     with open_regular_file(path) as file:
         file.seek(offset)
         model = file.read(size)

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from wan.checkpoint.dequantise import dequantize_gguf, dequantize_nvfp4, untile_scales
 from wan.checkpoint.headers import (
@@ -141,10 +142,28 @@ class ModelSpec(Generic[N]):
 
     def build(self) -> N:
         """Returns the network on the meta device; InputError as for `check`."""
-        with torch.device("meta"):
-            network = self.make()
+        network = build_on_meta_device(self.make)
         check_names_and_shapes(network, self.tensors, self.origin)
         return network
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Leaves parameters uninitialized: to draw on the meta device, PyTorch imports its compiler."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_init = getattr(function, "__module__", None) == "torch.nn.init"
+        if is_init or function is Tensor.normal_:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return function(*args, **kwargs)
+
+
+def build_on_meta_device(make: Callable[[], N]) -> N:
+    """Builds a network whose parameters have shapes and no values."""
+    with torch.device("meta"), _NoInitialValues():
+        return make()
 
 
 def check_names_and_shapes(
@@ -194,7 +213,10 @@ def load_weights(
     meta_names = {name for name, tensor in get_named_tensors(network).items() if tensor.is_meta}
     for module in reversed(list(network.modules())):  # children first, as FSDP needs
         if all(tensor.is_meta for tensor in get_named_tensors(module, recurse=False).values()):
-            module.to_empty(device=device, recurse=False)
+            if sharding is UNSHARDED:
+                _allocate_tensors(module, device)
+            else:
+                module.to_empty(device=device, recurse=False)
     targets = {}
     for name, tensor in get_named_tensors(network).items():
         if name in meta_names:
@@ -209,6 +231,17 @@ def load_weights(
     with make_progress_bar(num_bytes, f"loading {label}", "B") as bar, system.limit_cpu_threads():
         for name, (tensor, rows) in targets.items():
             copy_rows(tensor, sources[name], rows, bar.update)
+
+
+def _allocate_tensors(module: nn.Module, device: torch.device) -> None:
+    """Replaces a module's tensors on the meta device by uninitialized tensors on a device."""
+    for name, tensor in get_named_tensors(module, recurse=False).items():
+        # `empty_like`, which `to_empty` calls, imports sympy for tensors on the meta device.
+        allocated = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+        )
+        is_parameter = isinstance(tensor, nn.Parameter)
+        setattr(module, name, nn.Parameter(allocated, False) if is_parameter else allocated)
 
 
 @torch.no_grad()

@@ -84,7 +84,7 @@ class WanAttentionBlock(nn.Module):
         self.ffn = nn.Sequential(
             nn.Linear(dim, sizes.ffn_dim), TanhGELU(components.ops), nn.Linear(sizes.ffn_dim, dim)
         )
-        self.modulation = nn.Parameter(torch.randn(1, 6, dim) / dim**0.5)
+        self.modulation = nn.Parameter(nn.init.normal_(torch.empty(1, 6, dim), std=dim**-0.5))
 
     def forward(
         self,
@@ -143,7 +143,7 @@ class Head(nn.Module):
         super().__init__()
         self.eps, self.ops = eps, ops
         self.head = nn.Linear(dim, out_features)
-        self.modulation = nn.Parameter(torch.randn(1, 2, dim) / dim**0.5)
+        self.modulation = nn.Parameter(nn.init.normal_(torch.empty(1, 2, dim), std=dim**-0.5))
 
     def forward(self, x_BLC: Tensor, e_BRC: Tensor, segments: TimestepSegments) -> Tensor:
         shift, scale = (self.modulation.float().unsqueeze(1) + e_BRC.unsqueeze(2)).unbind(2)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from wan.checkpoint.embedded_tokenizer import UnigramVocab, read_embedded_tokenizer
 from wan.checkpoint.keymaps import rename_t5_to_transformers
 from wan.checkpoint.load import DtypeRule, ModelSpec, read_headers
+from wan.modules.umt5 import Umt5Encoder
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 from wan.utils.log import logger
@@ -43,7 +44,7 @@ def clean_prompt(prompt: str) -> str:
 
 
 class TextEncoder:
-    """Encodes prompts with UMT5 and eager attention, bit-equal to the official encoder."""
+    """Encodes prompts with UMT5, bit-equal to the official encoder."""
 
     def __init__(
         self, network: nn.Module, tokenizer: Any, *, dtype: torch.dtype, text_len: int
@@ -65,44 +66,48 @@ class TextEncoder:
     @torch.no_grad()
     def __call__(self, prompt: str) -> Tensor:
         """Encodes a prompt to [T,C]. Tokens beyond `text_len` are dropped, with a warning."""
-        text = clean_prompt(prompt)
-        length = len(self._tokenizer(text).input_ids)
-        if length > self.text_len:
+        ids = self._tokenizer.encode(clean_prompt(prompt)).ids
+        if len(ids) > self.text_len:
             logger.warning(
-                "The prompt has %d tokens; only the first %d are used.", length, self.text_len
+                "The prompt has %d tokens; only the first %d are used.", len(ids), self.text_len
             )
-        tokens = self._tokenizer(
-            text,
-            padding="max_length",
-            truncation=True,
-            max_length=min(-(-length // PAD_MULTIPLE) * PAD_MULTIPLE, self.text_len),
-            return_tensors="pt",
-        ).to(self._model.device)
+            ids = [*ids[: self.text_len - 1], ids[-1]]  # the last one is the end of the text
+        num_tokens = min(-(-len(ids) // PAD_MULTIPLE) * PAD_MULTIPLE, self.text_len)
+        mask = torch.arange(num_tokens) < len(ids)
+        padded = torch.tensor(ids + [0] * (num_tokens - len(ids)))
+        device = next(self._model.parameters()).device
         with limit_cpu_threads():  # for an encoder on the CPU
-            states = self._model(tokens.input_ids, tokens.attention_mask).last_hidden_state
-        return states[0, : min(length, self.text_len)]
+            states: Tensor = self._model(padded[None].to(device), mask[None].to(device))
+        return states[0, : len(ids)]
 
 
 def load_tokenizer(path: Path) -> Any:
     """Reads the tokenizer of a folder, or the tokenizer embedded in a text encoder's file.
 
+    Returns:
+        A tokenizer of the tokenizers library, which neither pads nor truncates.
+
     Raises:
         InputError: The tokenizer is damaged or missing.
     """
-    from transformers import AutoTokenizer
+    from tokenizers import Tokenizer
 
-    if path.is_file():
-        return _make_unigram_tokenizer(path, read_embedded_tokenizer(path))
-    with _refuse_damaged_tokenizer(path):
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        tokenizer("a", padding="max_length", truncation=True, max_length=2)
-    return tokenizer
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        with _refuse_damaged_tokenizer(path):
+            tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+            tokenizer.no_padding(), tokenizer.no_truncation()
+            tokenizer.encode("a")
+        return tokenizer
+    file = path / "spiece.model" if path.is_dir() else path
+    if not file.is_file():
+        why = "holds neither tokenizer.json nor spiece.model"
+        raise InputError(str(path), None, why, "download google/umt5-xxl of the checkpoint again")
+    return _make_unigram_tokenizer(file, read_embedded_tokenizer(file))
 
 
 def _make_unigram_tokenizer(path: Path, vocab: UnigramVocab) -> Any:
-    """Builds T5's Unigram tokenizer from an embedded vocabulary."""
+    """Builds T5's Unigram tokenizer from a SentencePiece vocabulary."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
 
     with _refuse_damaged_tokenizer(path):
         tokenizer = Tokenizer(models.Unigram(vocab.vocab, unk_id=2, byte_fallback=False))
@@ -116,10 +121,7 @@ def _make_unigram_tokenizer(path: Path, vocab: UnigramVocab) -> Any:
         single=f"$A {end}", special_tokens=[(end, 1)]
     )
     tokenizer.add_special_tokens(vocab.special_tokens)
-    pad, _, unknown = (piece for piece, _ in vocab.vocab[:3])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=pad, eos_token=end, unk_token=unknown
-    )
+    return tokenizer
 
 
 @contextmanager
@@ -160,28 +162,12 @@ def read_text_encoder_spec(path: Path) -> ModelSpec[nn.Module]:
         why = f"does not hold the weights of a UMT5 encoder (unexpected {error})"
         remedy = "give models_t5_umt5-xxl-enc-bf16.pth or a file with its weights"
         raise InputError(str(path), None, why, remedy) from error
-    return ModelSpec("text encoder", partial(build_umt5, **sizes), tensors, path)
+    return ModelSpec("text encoder", partial(Umt5Encoder, **sizes), tensors, path)
 
 
-def build_umt5(**sizes: int) -> Any:
-    """Builds the UMT5 encoder of transformers. sizes: arguments of UMT5Config."""
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    config: Any = UMT5Config(
-        **sizes,
-        relative_attention_max_distance=128,
-        feed_forward_proj="gated-gelu",
-        layer_norm_epsilon=1e-6,
-    )
-    config._attn_implementation = "eager"
-    model: Any = UMT5EncoderModel(config)
-    model.set_input_embeddings(model.shared)  # both names share one embedding
-    return model
-
-
-def build_published_text_encoder() -> Any:
+def build_published_text_encoder() -> Umt5Encoder:
     """Builds the encoder of umt5-xxl, the text encoder of all published checkpoints."""
-    return build_umt5(
+    return Umt5Encoder(
         vocab_size=256384,
         d_model=4096,
         d_kv=64,
@@ -223,4 +209,4 @@ def _upcast_layers(model: Any, dtype: torch.dtype) -> None:
 
         layer.register_forward_pre_hook(upcast)
         layer.register_forward_hook(restore, always_call=True)
-    model.get_input_embeddings().register_forward_hook(lambda *args: args[-1].to(dtype))
+    model.shared.register_forward_hook(lambda *args: args[-1].to(dtype))

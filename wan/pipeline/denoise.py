@@ -203,7 +203,7 @@ class DenoisingLoop:
     ) -> None:
         params, inputs = self.params, self._inputs
         expert = self._noise_schedule.experts[index]
-        timestep, latents = self._timesteps[index], self.latents
+        latents = self.latents
         step_index = self._noise_schedule.step_range[index]
         with trace.record_step(step_index, expert):  # excludes loading
             if step_index < self._guider.num_zero_steps:
@@ -213,10 +213,8 @@ class DenoisingLoop:
                     index, model, run_branches, step_cache
                 )
             with cancellation_point.local_section():
-                solver_output = self._solver.step(
-                    guided_velocity, timestep.float(), latents, return_dict=False
-                )
-                self.latents = inputs.restore_fixed_frames(solver_output[0])
+                next_latents = self._solver.step(latents, guided_velocity)
+                self.latents = inputs.restore_fixed_frames(next_latents)
                 self._num_steps_done = index + 1
                 # Only after the first step, to fail early, and after the last one.
                 if index in (0, len(self._noise_schedule.experts) - 1):

@@ -8,8 +8,7 @@ noise, (1 - s') (x - s v) + s' noise, as the distillations DMD, rCM and LCM do.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from importlib import import_module
-from typing import Protocol
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
@@ -19,16 +18,8 @@ from wan.settings.solvers import SOLVERS
 from wan.tasks.base import SampleNoise, VideoParams
 
 
-class Stepper(Protocol):
-    """A solver with the `step` of diffusers' schedulers."""
-
-    def step(
-        self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool
-    ) -> tuple[Tensor]: ...
-
-
-class SigmaSolver(ABC):
-    """Base class of the solvers of this repository; its attributes may hold earlier latents.
+class Stepper(ABC):
+    """Base class of the solvers; its attributes may hold earlier latents.
 
     Args:
         sigmas: The sigmas of a `NoiseSchedule`.
@@ -37,16 +28,37 @@ class SigmaSolver(ABC):
 
     def __init__(self, sigmas: tuple[float, ...], sample_noise: SampleNoise | None = None) -> None:
         self._sigmas, self._sample_noise, self._index = sigmas, sample_noise, 0
+        self._coefficients = torch.tensor(sigmas, dtype=torch.float32)
 
-    def step(
-        self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool
-    ) -> tuple[Tensor]:
+    @abstractmethod
+    def step(self, x: Tensor, velocity: Tensor) -> Tensor:
+        """Returns the latents at the next sigma, from those at the sigma of this step.
+
+        Args:
+            x: The latents.
+            velocity: The velocity that the network predicts from them.
+        """
+
+
+class Euler(Stepper):
+    """Takes first-order steps."""
+
+    def step(self, x: Tensor, velocity: Tensor) -> Tensor:
+        difference = self._coefficients[self._index + 1] - self._coefficients[self._index]
+        self._index += 1
+        return x + difference * velocity
+
+
+class SigmaSolver(Stepper):
+    """Base class of the solvers that compute a step from the prediction of the clean latents."""
+
+    def step(self, x: Tensor, velocity: Tensor) -> Tensor:
         """Returns the latents at the next sigma; those at sigma 0 are the predicted clean ones."""
         sigma, next_sigma = self._sigmas[self._index : self._index + 2]
-        clean = sample - sigma * model_output
-        next_latents = self.advance(sample, clean, sigma, next_sigma) if next_sigma else clean
+        clean = x - sigma * velocity
+        next_latents = self.advance(x, clean, sigma, next_sigma) if next_sigma else clean
         self._index += 1
-        return (next_latents,)
+        return next_latents
 
     @abstractmethod
     def advance(self, x: Tensor, clean: Tensor, sigma: float, next_sigma: float) -> Tensor:
@@ -66,13 +78,10 @@ class SigmaSolver(ABC):
 class Renoise(SigmaSolver):
     """Takes stochastic steps in float64 on the CPU; they are few, and NPUs have no float64."""
 
-    def step(
-        self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool
-    ) -> tuple[Tensor]:
-        """Returns the latents at the next sigma, in the dtype and on the device of `sample`."""
-        x, v = (tensor.to("cpu", torch.float64) for tensor in (sample, model_output))
-        (x,) = super().step(v, timestep, x, return_dict=return_dict)
-        return (x.to(sample),)
+    def step(self, x: Tensor, velocity: Tensor) -> Tensor:
+        """Returns the latents at the next sigma, in the dtype and on the device of `x`."""
+        x64, velocity64 = (tensor.to("cpu", torch.float64) for tensor in (x, velocity))
+        return super().step(x64, velocity64).to(x)
 
     def advance(self, x: Tensor, clean: Tensor, sigma: float, next_sigma: float) -> Tensor:
         return (1 - next_sigma) * clean + next_sigma * self.sample_noise(clean)
@@ -93,18 +102,5 @@ def make_solver(
     """
     spec = SOLVERS["euler" if params.ode else params.sample_solver]
     dtype = torch.int64 if spec.truncates_timesteps else torch.float32
-    timesteps = torch.tensor(schedule.timesteps, dtype=dtype)
-    module, _, class_name = spec.factory.partition(":")
-    solver_class = getattr(import_module(module), class_name)
-    if issubclass(solver_class, SigmaSolver):
-        return solver_class(schedule.sigmas, sample_noise), timesteps
-    solver = solver_class(**spec.scheduler_kwargs)  # a scheduler of diffusers, with our sigmas
-    if spec.adds_noise:
-        solver.sample_noise = sample_noise
-    solver.set_timesteps(len(timesteps))
-    solver.sigmas = torch.tensor(schedule.sigmas, dtype=torch.float32)
-    solver.timesteps = timesteps
-    # The scheduler counts steps from 0 instead of searching the timestep: with many steps,
-    # neighboring timesteps truncate to the same integer, and the search would start one step late.
-    solver.set_begin_index(0)
-    return solver, timesteps
+    solver: Stepper = resolve_name(spec.factory)(schedule.sigmas, sample_noise)
+    return solver, torch.tensor(schedule.timesteps, dtype=dtype)

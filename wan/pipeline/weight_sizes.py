@@ -210,10 +210,9 @@ def list_reference_tensors(config: tuple[tuple[str, Any], ...]) -> dict[str, Ten
     Args:
         config: The items of its `DitConfig`.
     """
-    import torch
+    from wan.checkpoint.load import build_on_meta_device
 
-    with torch.device("meta"):
-        parameters = dict(build_dit(dict(config)).named_parameters())
+    parameters = dict(build_on_meta_device(lambda: build_dit(dict(config))).named_parameters())
     return {
         name: TensorInfo(Path(), name, "", tuple(parameter.shape), 0)
         for name, parameter in parameters.items()

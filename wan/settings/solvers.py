@@ -5,9 +5,7 @@ Does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -16,9 +14,8 @@ class Solver:
 
     Attributes:
         help: Description for `--help` and the documentation.
-        factory: Class that computes the steps, as "module:name": a diffusers scheduler, or a
-            `wan.pipeline.scheduler.SigmaSolver`.
-        scheduler_kwargs: Keyword arguments of the diffusers scheduler for flow prediction.
+        factory: Class that computes the steps, as "module:name": a
+            `wan.pipeline.scheduler.Stepper`.
         adds_noise: Whether new noise is added between steps.
         forwards_per_step: Forward passes of a step, 1 or 2; the last step has one. The second one
             is at the geometric mean of the step's two sigmas, by the step's expert.
@@ -29,7 +26,6 @@ class Solver:
 
     help: str
     factory: str
-    scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
     adds_noise: bool = False
     forwards_per_step: int = 1
     start_sigma: float = 1.0
@@ -37,25 +33,20 @@ class Solver:
     takes_any_timesteps: bool = False
 
 
-_FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 1.0}
 _BELOW_ONE = 0.9990000128746033  # the float32 value of 1 - 1/1000, where training starts
 SOLVERS = {
     "unipc": Solver(
         "official, multistep (default)",
-        "diffusers:UniPCMultistepScheduler",
-        _FLOW,
+        "wan.pipeline.multistep:UniPC",
         start_sigma=_BELOW_ONE,
         truncates_timesteps=True,
     ),
     "dpm++": Solver(
         "official, multistep",
-        "diffusers:DPMSolverMultistepScheduler",
-        _FLOW,
+        "wan.pipeline.multistep:DpmSolver",
         truncates_timesteps=True,
     ),
-    "euler": Solver(
-        "first order", "diffusers:FlowMatchEulerDiscreteScheduler", takes_any_timesteps=True
-    ),
+    "euler": Solver("first order", "wan.pipeline.scheduler:Euler", takes_any_timesteps=True),
     "dmd": Solver(
         "stochastic, of DMD's few steps",
         "wan.pipeline.scheduler:Renoise",
@@ -82,8 +73,7 @@ SOLVERS = {
     ),
     "dpm++_sde": Solver(
         "stochastic, multistep",
-        "wan.pipeline.sde:SdeDpmSolver",
-        {**_FLOW, "algorithm_type": "sde-dpmsolver++"},
+        "wan.pipeline.multistep:SdeDpmSolver",
         adds_noise=True,
         start_sigma=_BELOW_ONE,
     ),

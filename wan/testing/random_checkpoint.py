@@ -19,22 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
-from transformers import (
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    UMT5Config,
-    UMT5EncoderModel,
-    Wav2Vec2Config,
-    Wav2Vec2Model,
-)
 
 from wan.checkpoint import keymaps
 from wan.checkpoint.layout import WAV2VEC2_FOLDER, make_reference_checkpoint
+from wan.checkpoint.load import build_on_meta_device
+from wan.modules.umt5 import Umt5Encoder
+from wan.modules.vae.network import Autoencoder
 from wan.modules.vae.video_vae import LATENT_STATISTICS
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
@@ -49,6 +43,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")  # their ids are 0, 1, 2, as in T5
 CLIP_DIM = 160  # two heads of CLIP's size
 TEXT_SIZES = {"d_model": 64, "d_kv": 8, "d_ff": 160, "num_layers": 3, "num_heads": 8}
+VAE_BASE, VAE_DECODER_BASE = 8, (8, 10)  # channels; of the decoder: VAE 2.1, VAE 2.2
 VAE_22: dict[str, Any] = {  # arguments of diffusers' AutoencoderKLWan for the VAE 2.2
     "latents_mean": LATENT_STATISTICS[48][0],
     "latents_std": LATENT_STATISTICS[48][1],
@@ -129,9 +124,6 @@ class RandomNetworks:
         self, task: Preset, seed: int, dtype: torch.dtype, sizes: Mapping[str, int]
     ) -> None:
         self.task, self.tokenizer = task, train_tokenizer()
-        is_22 = task.vae == "2.2"
-        vae: Any = {"decoder_base_dim": 10, **VAE_22} if is_22 else {"z_dim": 16}
-        vocab = self.tokenizer.get_vocab_size()
         dim = task.num_heads * task.tiny_head_dim
         published: dict[str, Any] = {**make_reference_checkpoint(task).config}
         num_layers = sizes.get("num_layers", task.tiny_num_layers)
@@ -145,35 +137,26 @@ class RandomNetworks:
             **{name: ends for name, x in task.network_config.items() if isinstance(x, tuple)},
             **sizes,
         }
-        with torch.device("meta"):  # the initial weights are replaced
-            self.vae = diffusers.AutoencoderKLWan(base_dim=8, **vae)
-            config: Any = UMT5Config(vocab_size=vocab, feed_forward_proj="gated-gelu", **TEXT_SIZES)
-            self.text_encoder: Any = UMT5EncoderModel(config)
-            self.dit = build_dit(self.config)
-            self.clip: Any = CLIPVisionModel(
-                CLIPVisionConfig(
-                    hidden_size=CLIP_DIM,
-                    intermediate_size=2 * CLIP_DIM,
-                    num_hidden_layers=3,
-                    num_attention_heads=2,
-                    patch_size=14,
-                    image_size=224,
-                    hidden_act="gelu",
-                )
-            )
-            self.audio_encoder: Any = Wav2Vec2Model(Wav2Vec2Config(**AUDIO_ENCODER_SIZES))
+        self.text_sizes = {"vocab_size": self.tokenizer.get_vocab_size(), **TEXT_SIZES}
+        is_22 = task.vae == "2.2"
+        # The initial weights are replaced.
+        self.dit = build_on_meta_device(lambda: build_dit(self.config))
+        vae = build_on_meta_device(lambda: Autoencoder(task.vae, VAE_BASE, VAE_DECODER_BASE[is_22]))
+        text_encoder = build_on_meta_device(lambda: Umt5Encoder(**self.text_sizes))
         rng = torch.Generator().manual_seed(seed)
         self.dit_states = [_draw_tensors(self.dit, str, rng, dtype) for _ in task.experts]
         vae_name = partial(keymaps.rename_vae_to_official, residual=is_22)
-        self.vae_state = _draw_tensors(self.vae, vae_name, rng, torch.float32)
+        self.vae_state = _draw_tensors(vae, vae_name, rng, torch.float32)
         self.text_state = _draw_tensors(
-            self.text_encoder, keymaps.rename_t5_to_official, rng, torch.bfloat16
+            text_encoder, keymaps.rename_t5_to_official, rng, torch.bfloat16
         )
         self.clip_state: NamedTensors = OrderedDict()
         if task.num_clip_vision_images:
+            self.clip = build_on_meta_device(_build_clip)
             self.clip_state = _draw_tensors(self.clip, str, rng, torch.float16)
         self.audio_encoder_state: NamedTensors = OrderedDict()
         if task.needs_audio_encoder:
+            self.audio_encoder = build_on_meta_device(_build_audio_encoder)
             self.audio_encoder_state = _draw_tensors(self.audio_encoder, str, rng, torch.float32)
 
     def list_constants(self) -> list[tuple[str, Tensor]]:
@@ -181,6 +164,27 @@ class RandomNetworks:
         state = self.dit.state_dict()
         names = sorted(state.keys() - self.dit_states[0].keys())
         return [(name, state[name].contiguous()) for name in names]
+
+
+def _build_clip() -> Any:
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    config = CLIPVisionConfig(
+        hidden_size=CLIP_DIM,
+        intermediate_size=2 * CLIP_DIM,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        patch_size=14,
+        image_size=224,
+        hidden_act="gelu",
+    )
+    return CLIPVisionModel(config)
+
+
+def _build_audio_encoder() -> Any:
+    from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+    return Wav2Vec2Model(Wav2Vec2Config(**AUDIO_ENCODER_SIZES))
 
 
 def _draw_tensors(
@@ -329,6 +333,9 @@ def _save_dit(folder: Path, state: NamedTensors, shards: int) -> None:
 
 def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
     """Writes the layout of diffusers with `save_pretrained` of diffusers and transformers."""
+    import diffusers
+    from transformers import UMT5Config, UMT5EncoderModel
+
     task, states = networks.task, networks.dit_states
     names = ["transformer", "transformer_2"][: len(states)]  # high noise, low noise
     classes = get_task(task.kind).diffusers_classes
@@ -341,10 +348,17 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
         converted = convert_to_diffusers(state, is_modular)
         _save_pretrained(folder / name, dit, converted, task.sharded)
     tensors = {keymaps.rename_vae_to_diffusers(key): x for key, x in networks.vae_state.items()}
-    _save_pretrained(folder / "vae", networks.vae, tensors, sharded=False)
+    sizes: Any = {"z_dim": 16}
+    if task.vae == "2.2":
+        sizes = {"decoder_base_dim": VAE_DECODER_BASE[1], **VAE_22}
+    with torch.device("meta"):
+        vae = diffusers.AutoencoderKLWan(base_dim=VAE_BASE, **sizes)
+        config: Any = UMT5Config(**networks.text_sizes, feed_forward_proj="gated-gelu")
+        text_encoder: Any = UMT5EncoderModel(config)
+    _save_pretrained(folder / "vae", vae, tensors, sharded=False)
     tensors = {keymaps.rename_t5_to_transformers(key): x for key, x in networks.text_state.items()}
     tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"]  # tied weights, saved once
-    _save_pretrained(folder / "text_encoder", networks.text_encoder, tensors, sharded=True)
+    _save_pretrained(folder / "text_encoder", text_encoder, tensors, sharded=True)
     write_tokenizer(folder / "tokenizer", networks.tokenizer)
     if task.num_clip_vision_images:
         state = networks.clip_state
@@ -380,6 +394,8 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
 
 def _build_diffusers_dit(networks: RandomNetworks, class_name: str) -> Any:
     """Builds the DiT of diffusers with the sizes of a task."""
+    import diffusers
+
     task, config = networks.task, networks.config
     network_config = {
         key.replace("in_dim", "in_channels"): [*value] if isinstance(value, tuple) else value
@@ -403,6 +419,8 @@ def _build_diffusers_dit(networks: RandomNetworks, class_name: str) -> Any:
 
 def _build_animate2_dit(networks: RandomNetworks, class_name: str) -> Any:
     """Builds Animate-2's DiT of diffusers, whose arguments have the official names."""
+    import diffusers
+
     network_class, config = getattr(diffusers, class_name), networks.config
     arguments = config.keys() & inspect.signature(network_class).parameters.keys()
     dit = network_class(**{key: config[key] for key in arguments})
