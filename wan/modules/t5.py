@@ -95,7 +95,8 @@ def load_tokenizer(path: Path) -> Any:
     if path.is_dir() and (path / "tokenizer.json").is_file():
         with _refuse_damaged_tokenizer(path):
             tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-            tokenizer.no_padding(), tokenizer.no_truncation()
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
             tokenizer.encode("a")
         return tokenizer
     file = path / "spiece.model" if path.is_dir() else path

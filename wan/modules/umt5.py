@@ -9,6 +9,7 @@ Legend: B batch, T tokens, C channels, N heads, D head size.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ class Umt5Encoder(nn.Module):
     ) -> None:
         super().__init__()
         self.shared = nn.Embedding(vocab_size, d_model)
-        self.encoder = nn.Module()
+        self.encoder: Any = nn.Module()
         self.encoder.block = nn.ModuleList(
             _Block(d_model, d_kv, d_ff, num_heads, relative_attention_num_buckets)
             for _ in range(num_layers)
@@ -53,7 +54,8 @@ class Umt5Encoder(nn.Module):
         mask_B11T = mask_B11T[:, None, None]
         for block in self.encoder.block:
             x_BTC = block(x_BTC, mask_B11T)
-        return self.encoder.final_layer_norm(x_BTC)
+        out_BTC: Tensor = self.encoder.final_layer_norm(x_BTC)
+        return out_BTC
 
 
 class _Block(nn.Module):

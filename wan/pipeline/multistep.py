@@ -60,7 +60,8 @@ class UniPC(SigmaSolver):
 
     def _predict_first_order(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the latents of a first-order step to a sigma, (1 - s') (exp(-h) - 1), and h."""
-        sigma, next_sigma = self._coefficients[index - 1], self._coefficients[index]
+        assert self._x is not None and self._clean is not None
+        sigma, next_sigma = self._coefficients[index - 1 : index + 1]
         h = compute_lambda(next_sigma) - compute_lambda(sigma)
         weight = (1 - next_sigma) * torch.expm1(-h)
         return next_sigma / sigma * self._x - weight * self._clean, weight, h
