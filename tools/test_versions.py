@@ -60,8 +60,8 @@ def install_environment(which: str, folder: Path) -> Path:
     listed = folder / "requirements.txt"
     with write_output(listed, REQUIREMENTS) as temporary:
         temporary.write_text(make_requirements(which))
-    command = [python, "-m", "pip", "install", "--quiet", "--upgrade", "-r", listed]
-    subprocess.run(command, check=True)
+    command: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--upgrade", "-r"]
+    subprocess.run([*command, listed], check=True)
     return python
 
 

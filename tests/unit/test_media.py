@@ -269,7 +269,7 @@ def test_a_sound_shorter_than_the_video(tmp_path: Path) -> None:
     make_sound.write_wav(sound, 0.5)
     audio.add_audio(silent, sound, out)
     assert video_reader.count_stored_frames(out) <= 9
-    audio.add_audio(silent, sound, out, pads_audio=True)
+    audio.add_audio(silent, sound, out, min_seconds=1.0)
     assert video_reader.count_stored_frames(out) == 16
 
 

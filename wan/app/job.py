@@ -23,6 +23,7 @@ from wan.app.run import Run
 from wan.checkpoint import lora
 from wan.checkpoint.lora_folder import make_video_lora_record
 from wan.media import audio, video_writer
+from wan.media.video_reader import count_stored_frames
 from wan.settings import noise_schedule
 from wan.settings.command import Output
 from wan.settings.errors import NotFiniteError
@@ -322,8 +323,10 @@ class VideoJob:
         """Adds audio to a finished mp4; logs an error if that fails."""
         audio_file = silent.with_name(f"{silent.stem}.sound.mp4")
         try:
-            pads_audio = self.run.inputs.pads_soundtrack
-            audio.add_audio(silent, source, audio_file, start_seconds, pads_audio)
+            seconds = 0.0
+            if self.run.inputs.pads_soundtrack:
+                seconds = count_stored_frames(silent) / self.run.output.fps
+            audio.add_audio(silent, source, audio_file, start_seconds, seconds)
             audio_file.replace(silent)
         except OSError as error:
             audio_file.unlink(missing_ok=True)
