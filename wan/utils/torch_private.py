@@ -180,7 +180,7 @@ def has_amx() -> bool:
 
 
 def limit_recompiles(limit: int) -> AbstractContextManager[None]:
-    """Limits the compiled shapes per function; PyTorch 2.8 lacks the public setting."""
+    """Limits the compiled shapes per function; PyTorch 2.9 lacks the public setting."""
     return torch._dynamo.config.patch(recompile_limit=limit)
 
 
