@@ -1,6 +1,6 @@
 """Run an earlier commit and this working tree on the same requests; compare results bit by bit.
 
-    python tools/compare_versions.py --base e1a141d --keep base_results [--only fp8] [--jobs 2]
+    python tools/compare_versions.py --base 0d6978b7 --keep base_results [--only fp8] [--jobs 2]
 
 Both versions run the cases of version_cases.py on the same tiny checkpoints, which the base makes;
 all latents and frames that a case writes are compared. The base's code is exported into the folder
