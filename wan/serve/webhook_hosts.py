@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from wan.serve.addresses import Network, read_network, split_host
+from wan.serve.addresses import Network, normalize_host, read_network, split_host
 from wan.settings.errors import InputError
 from wan.settings.values import Reader, format_value
 
@@ -36,8 +36,7 @@ class WebhookHosts:
         if not self.names and not self.networks:
             why, remedy = "is not allowed by this service", "start it with --webhook_hosts"
             raise InputError("webhook_url", why=why, remedy=remedy)
-        host = urlsplit(url).hostname or ""
-        name, _ = split_host(f"[{host}]" if ":" in host else host)
+        name = normalize_host(urlsplit(url).hostname or "")
         try:
             is_allowed = self.allows_address(name) and (
                 "*" in self.names or self._is_listed(ipaddress.ip_address(name))
@@ -100,14 +99,12 @@ def read_url(value: Any) -> str:
         raise InputError("webhook_url", why=why, remedy=remedy)
     try:
         parts = urlsplit(value)
-        host, _ = parts.hostname or "", parts.port
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        host = ""
-    if not host or parts.scheme not in ("http", "https"):
-        raise InputError("webhook_url", why="must be an http or https address", remedy=remedy)
-    if "@" in parts.netloc:
+        is_address = False
+    if is_address and "@" in parts.netloc:
         why = "has a user name or a password"
         raise InputError("webhook_url", why=why, remedy="check the signature of the events")
-    if not re.fullmatch(r"[\w.-]+|[\da-f:.]+", host, re.ASCII) or parts.port == 0:
+    if not is_address or split_host(parts.netloc) is None:
         raise InputError("webhook_url", why="must be an http or https address", remedy=remedy)
     return parts._replace(fragment="").geturl()
