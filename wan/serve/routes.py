@@ -246,8 +246,8 @@ class Routes:
             raise RefusedError(message, param="prompt")
         fields.check_prompt(body["prompt"])
         url = None if url is None else read_url(url)
-        key = _read_idempotency_key(request)
-        job = await self._service.remix(request.path_params["id"], body["prompt"], url, *key)
+        key = request.headers.get("idempotency-key")
+        job = await self._service.remix(request.path_params["id"], body["prompt"], url, key)
         self._service.waiters.claim(job)
         return self._make_video_response(job)
 
@@ -333,12 +333,13 @@ class Routes:
     async def _create_job(
         self, request: Request, body: dict[str, Any], max_outputs: int = fields.MAX_OUTPUTS
     ) -> tuple[ServiceJob, bool]:
-        digest = hash_request(body)
+        key = request.headers.get("idempotency-key")
+        digest = hash_request(body) if key else ""
         parsed_request = fields.parse_request(body, self._service.startup_run, self._service.models)
         if parsed_request.num_outputs > max_outputs:
             message = "This route answers with one video; ask for several with POST /v1/videos."
             raise RefusedError(message, param="n")
-        return await self._service.create(parsed_request, digest, *_read_idempotency_key(request))
+        return await self._service.create(parsed_request, digest, key)
 
     async def _wait_for_job(
         self, request: Request, job: ServiceJob, is_existing: bool
@@ -440,10 +441,3 @@ def _matches_etag(request: Request, etag: str) -> bool:
     """Returns whether an If-None-Match header (RFC 9110) matches an ETag."""
     tags = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
     return "*" in tags or etag in [tag.removeprefix("W/") for tag in tags]
-
-
-def _read_idempotency_key(request: Request) -> tuple[str | None, bool]:
-    """Returns the Idempotency-Key, and whether the client marks the request as a retry."""
-    retries = request.headers.get("x-stainless-retry-count", "0")
-    is_repeated = retries.isdecimal() and retries.strip("0") != ""
-    return request.headers.get("idempotency-key"), is_repeated
