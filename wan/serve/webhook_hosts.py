@@ -14,6 +14,7 @@ from wan.settings.errors import InputError
 from wan.settings.values import Reader, format_value
 
 _LENGTH = 2000  # characters of an address at most
+_UNICAST = ipaddress.ip_network("2000::/3")  # all public IPv6 addresses; IANA assigns no others
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # the last four bytes are an IPv4 address
 
 
@@ -56,8 +57,9 @@ class WebhookHosts:
         Raises:
             ValueError: It is no IP address.
         """
-        address = _unwrap_address(ipaddress.ip_address(text.partition("%")[0]))
-        is_public = address.is_global and not address.is_multicast
+        address = unwrap_address(ipaddress.ip_address(text.partition("%")[0]))
+        is_assigned = address.version == 4 or address in _UNICAST
+        is_public = is_assigned and address.is_global and not address.is_multicast
         return is_public or self._is_listed(address)
 
     def _is_listed(self, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
@@ -67,7 +69,7 @@ class WebhookHosts:
 NO_HOSTS = WebhookHosts()
 
 
-def _unwrap_address(
+def unwrap_address(
     address: ipaddress.IPv4Address | ipaddress.IPv6Address,
 ) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Returns the IPv4 address that an IPv6 address stands for, or the address itself."""
