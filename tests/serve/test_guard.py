@@ -53,7 +53,8 @@ async def test_only_the_routed_path_decides(root_path: str, tmp_path: Path) -> N
     twice = {"headers": [(b"host", b"localhost"), (b"host", b"localhost%/health?")]}
     for headers in (twice, {"headers": twice["headers"][::-1]}, {"headers": []}):
         assert (await jobs.request(f"{root_path}/health", scope=scope | headers))[0] == 421
-    assert (await jobs.request("http://localhost/health", scope={"root_path": ""}))[0] == 421
+    for target in ("http://localhost/health", "@localhost/health", "*", ""):
+        assert (await jobs.request(target, scope={"root_path": ""}))[0] == 421, target
     videos = [f"{root_path}{path}" for path in ("/v1/videos", "/v1/videos/", "//v1/videos")]
     videos += [f"{root_path}/health/../v1/videos", f"{root_path}/health{root_path}/v1/videos"]
     videos += [f"{root_path}{path}" for path in ("//health", "/health/x", "/health?/", "/health#")]

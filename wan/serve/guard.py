@@ -142,7 +142,7 @@ class Guard:
 def _get_route_path(scope: Scope) -> str:
     """Returns the path that Starlette routes: without the `root_path` of the server."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
-    is_below = path == root or path.startswith(f"{root}/")
+    is_below = bool(root) and (path == root or path.startswith(f"{root}/"))
     return path.removeprefix(root) or "/" if is_below else path
 
 
