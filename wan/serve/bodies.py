@@ -65,18 +65,18 @@ def _parse_json_field(key: str, value: Any) -> Any:
         return [_parse_json_field(key, item) for item in value]
     if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
         return value
-    return _parse_json(value.encode(errors="surrogatepass"), key)
+    return _parse_json_text(value.encode(errors="surrogatepass"), key)
 
 
 def _parse_json_body(content: bytes) -> dict[str, Any]:
     """Parses a body as a JSON object."""
-    body = _parse_json(content)
+    body = _parse_json_text(content)
     if not isinstance(body, dict):
         raise RefusedError("The body must be a JSON object or a form.")
     return body
 
 
-def _parse_json(content: bytes, key: str | None = None) -> Any:
+def _parse_json_text(content: bytes, key: str | None = None) -> Any:
     """Parses JSON of the body, or of a field of it."""
     subject = "The body" if key is None else key
 

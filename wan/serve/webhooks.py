@@ -129,11 +129,11 @@ class Webhooks:
         if not addresses or not all(map(self._hosts.allows_address, addresses)):
             raise PermissionError("its address is not public, and not in --webhook_hosts")
         with self._addresses.reserve(addresses, port):
-            *others, last = self._addresses.sort(addresses)
-            for address in others:
+            *first_addresses, last_address = self._addresses.sort(addresses)
+            for address in first_addresses:
                 with suppress(*_DELIVERY_ERRORS):
                     return await self._post_to(address, _CONNECT_SECONDS, url, headers, body)
-            return await self._post_to(last, None, url, headers, body)
+            return await self._post_to(last_address, None, url, headers, body)
 
     async def _post_to(
         self,
