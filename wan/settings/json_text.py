@@ -31,10 +31,10 @@ def parse_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = 
         ValueError: The text is no JSON.
         RecursionError: It is nested too deeply.
     """
-    return json.loads(text, object_pairs_hook=_make_object, parse_constant=parse_constant)
+    return json.loads(text, object_pairs_hook=_make_unique_dict, parse_constant=parse_constant)
 
 
-def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns the names and values of an object as a dictionary."""
     values = dict(pairs)
     if len(values) < len(pairs):
