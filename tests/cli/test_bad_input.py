@@ -403,6 +403,8 @@ RECORDS = {
         f"{alias} twice": json.dumps({"settings": {alias: 1, name: 1}})
         for alias, name in FLAG_ALIASES.items()
     },
+    "a setting twice": '{"settings": {"sample_steps": 4, "sample_steps": 4}}',
+    "two sections": '{"settings": {"sample_steps": 4}, "settings": {}}',
 }
 
 

@@ -65,6 +65,8 @@ BAD_LINES = [
     '{"lora": ["x"]}',
     '{"colour": "red"}',
     '{"seed": 1, "base_seed": 2}',
+    '{"prompt": "x", "seed": 1, "seed": 1}',
+    '{"prompt": "x", "video_lora": [{"name": "a", "name": "b"}]}',
     '{"size": "17*17"}',
     '{"image": "none.png"}',
     '{"save_file": "x.avi"}',

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import struct
 from collections.abc import Iterable, Iterator
@@ -24,6 +23,7 @@ from wan.checkpoint.tensor_info import (
     read_file_state,
 )
 from wan.settings.errors import FileChangedError, InputError
+from wan.settings.json_text import DuplicateNameError, parse_json
 from wan.settings.values import format_value
 from wan.utils.files import open_regular_file
 
@@ -63,7 +63,7 @@ def read_json(path: Path) -> dict[str, Any]:
         why = f"has more than {_MAX_JSON_BYTES // 10**6} MB"
         raise InputError(f"{path}", None, why, "give the right file")
     try:
-        value = json.loads(content.decode("utf-8"))
+        value = parse_json(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         why = f"cannot be read ({error})"
         raise InputError(f"{path}", None, why, "check the file") from None
@@ -162,7 +162,10 @@ def read_safetensors_metadata(path: Path, key: str) -> Any:
     with _open_safetensors(path) as handle:
         text = (handle.metadata() or {}).get(key, "")
     try:
-        return json.loads(text)
+        return parse_json(text)
+    except DuplicateNameError as error:
+        why = f"has metadata {key!r} that is not valid JSON ({error})"
+        raise InputError(f"{path}", None, why, "repair or replace it") from None
     except (ValueError, RecursionError):
         return None
 
@@ -173,7 +176,7 @@ def read_safetensors_offsets(path: Path) -> dict[str, tuple[str, list[int], int]
         size = int.from_bytes(file.read(8), "little")
         try:
             is_possible = size <= min(path.stat().st_size, _MAX_HEADER_BYTES)
-            header = json.loads(file.read(size if is_possible else 0))
+            header = parse_json(file.read(size if is_possible else 0))
             header.pop("__metadata__", None)
             return {
                 name: (info["dtype"], info["shape"], 8 + size + info["data_offsets"][0])

@@ -10,7 +10,6 @@ Static scales of a layer's input are ignored: FP8 matrix products use dynamic sc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
@@ -30,6 +29,7 @@ from wan.checkpoint.tensor_info import (
     TensorInfo,
 )
 from wan.settings.errors import InputError
+from wan.settings.json_text import parse_json
 from wan.settings.values import format_value
 from wan.utils.files import open_regular_file
 
@@ -174,7 +174,7 @@ def _read_layer_formats(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str
 
 def _parse_layer_format(subject: str, dtype: str, text: bytes) -> dict[str, Any]:
     try:
-        layer_format = json.loads(text) if dtype == "U8" else None
+        layer_format = parse_json(text) if dtype == "U8" else None
     except (ValueError, RecursionError):
         layer_format = None
     if not isinstance(layer_format, dict):

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from wan.serve.fields import JSON_FIELDS, PICTURE_FIELDS, SEEDS
 from wan.serve.repeats import RefusedError
+from wan.settings.json_text import DuplicateNameError, parse_json
 from wan.settings.values import format_value
 from wan.settings.video_options import MAX_REFERENCE_IMAGES
 
@@ -45,13 +46,16 @@ async def _read_form(request: Request) -> dict[str, Any]:
             if isinstance(value, UploadFile) and not value.filename and not part:
                 continue  # a file input without a file
             # The openai client sends lists like this.
-            list_key = key.removesuffix("[]")
-            if list_key in PICTURE_FIELDS or (list_key in SEEDS and list_key != key):
-                form_fields.setdefault(list_key, []).append(part)
-                continue
-            if key in form_fields:
-                raise RefusedError(f"{key} is given twice; give it once.", param=key)
-            form_fields[key] = part
+            name = key.removesuffix("[]")
+            is_list = name in PICTURE_FIELDS or (name in SEEDS and name != key)
+            name = name if is_list else key
+            if name not in form_fields:
+                form_fields[name] = [part] if is_list else part
+            elif is_list and isinstance(form_fields[name], list):
+                form_fields[name].append(part)
+            else:
+                message = f"{format_value(name)} is given twice; give it once."
+                raise RefusedError(message, param=name)
     return form_fields
 
 
@@ -61,18 +65,18 @@ def _parse_json_field(key: str, value: Any) -> Any:
         return [_parse_json_field(key, item) for item in value]
     if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
         return value
-    return _parse_json(value.encode(errors="surrogatepass"), key)
+    return _parse_json_text(value.encode(errors="surrogatepass"), key)
 
 
 def _parse_json_body(content: bytes) -> dict[str, Any]:
     """Parses a body as a JSON object."""
-    body = _parse_json(content)
+    body = _parse_json_text(content)
     if not isinstance(body, dict):
         raise RefusedError("The body must be a JSON object or a form.")
     return body
 
 
-def _parse_json(content: bytes, key: str | None = None) -> Any:
+def _parse_json_text(content: bytes, key: str | None = None) -> Any:
     """Parses JSON of the body, or of a field of it."""
     subject = "The body" if key is None else key
 
@@ -80,7 +84,10 @@ def _parse_json(content: bytes, key: str | None = None) -> Any:
         raise RefusedError(f"{subject} has a number that is not valid JSON: {word}.", param=key)
 
     try:
-        return json.loads(content.decode(json.detect_encoding(content)), parse_constant=refuse)
+        return parse_json(content.decode(json.detect_encoding(content)), refuse)
+    except DuplicateNameError as error:
+        message = f"{format_value(error.name)} is given twice; give it once."
+        raise RefusedError(message, param=error.name if key is None else key) from error
     except RecursionError as error:
         raise RefusedError(_TOO_DEEP, param=key) from error
     except ValueError as error:  # Python's message about too many digits is for programmers

@@ -227,7 +227,8 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         key, value = _unwrap_url(key, value)
         name = _find_setting(key, value, run.setup.preset.task)
         if name in names:
-            why = f"means the same as {names[name]}"
+            is_equal = names[name] == key  # such as NAME and NAME[image_url] of a form
+            why = "is given twice" if is_equal else f"means the same as {names[name]}"
             raise InputError(key, why=why, remedy="give one of them")
         if key in COMPUTED_FIELDS:
             api_fields[key] = value

@@ -63,7 +63,6 @@ class Journal:
         self._order: list[tuple[int, str]] = []  # row number and id of jobs that are not deleted
         self._end_times: list[tuple[float, str]] = []  # end time and id of ended jobs, sorted
         self._keys: dict[str, str] = {}
-        self._digests: dict[str, list[str]] = {}  # of jobs without a key
         self._counts: Counter[str] = Counter()
         self._bytes = self._last_number = 0
         self._tasks: dict[str, dict[str, None]] = {name: {} for name in _TASKS}  # ids of jobs
@@ -174,11 +173,6 @@ class Journal:
         del self._order[bisect_left(self._order, (self._numbers[job.id],))]
         if entry.key is not None and self._keys.get(entry.key) == job.id:
             del self._keys[entry.key]
-        names = self._digests.get(entry.digest, [])
-        if job.id in names:
-            names.remove(job.id)
-            if not names:
-                del self._digests[entry.digest]
         job.state, job.ended, job.bytes = "deleted", time.time(), 0
         self._add_tombstone(job)
         self._mark_unwritten(job.id)
@@ -240,11 +234,6 @@ class Journal:
     def find_by_key(self, key: str) -> ServiceJob | None:
         """Returns the last job with an Idempotency-Key."""
         return self._find(self._keys.get(key, ""))
-
-    def find_by_digest(self, digest: str, since: float) -> ServiceJob | None:
-        """Returns the last job without a key and with this digest, if created after `since`."""
-        job = self._find(self._digests.get(digest, [""])[-1])
-        return job if job is not None and job.created > since else None
 
     def list_page(
         self, after: str | None, limit: int, newest_first: bool, is_open: bool = False
@@ -340,8 +329,6 @@ class Journal:
         self._order.append((self._last_number, job.id))
         if job.key is not None:
             self._keys[job.key] = job.id
-        elif job.digest:
-            self._digests.setdefault(job.digest, []).append(job.id)
         self._index_job(job, row)
 
     def _index_job(self, job: ServiceJob, row: Row | None = None) -> None:

@@ -13,7 +13,8 @@ _KEY = {
     "name": "Idempotency-Key",
     "in": "header",
     "schema": {"type": "string"},
-    "description": "A repeated request with this key gets the video of the first one.",
+    "description": "A repeated request with this key gets the video of the first one; without "
+    "a key every request makes a new video.",
 }
 _URLS = ("image_url", "video_url", "audio_url", "url")
 _STATES = ("queued", "in_progress", "completed", "failed")

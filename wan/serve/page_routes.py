@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -44,14 +44,13 @@ def list_page_routes(service: Service) -> list[Route]:
     async def serve_openapi(_: Request) -> Response:
         return Response(render_openapi(), media_type="application/json")
 
-    async def serve_file(request: Request) -> Response:
-        name = request.url.path.removeprefix("/") or "page.html"
+    async def serve_file(name: str, _: Request) -> Response:
         content = resources.files("wan.serve").joinpath("page", name).read_text("utf-8")
         media_type = _MEDIA_TYPES[name.rpartition(".")[2]]
         return Response(content, media_type=media_type, headers=_HEADERS)
 
-    page_paths = ["/", *(f"/{name}" for name in PAGE_FILES)]
     return [
         Route("/openapi.json", serve_openapi),
-        *(Route(path, serve_file) for path in page_paths),
+        Route("/", partial(serve_file, "page.html")),
+        *(Route(f"/{name}", partial(serve_file, name)) for name in PAGE_FILES),
     ]

@@ -179,5 +179,5 @@ def make_error_response(request: Request, error: Exception) -> Response:
 
 def answer_disconnect(request: Request, _: Exception) -> Response:
     """Returns status 499 for a client that has disconnected; this is not logged as an error."""
-    logger.debug("A client disconnected from %s.", request.url.path)
+    logger.debug("A client disconnected from %s.", request.scope["path"])
     return Response(status_code=499)

@@ -16,6 +16,11 @@ from wan.utils.log import logger
 T = TypeVar("T")
 
 _POLL = 0.2  # seconds between two looks for new tasks
+_LONGEST_POSTPONEMENT = 8.0  # seconds
+
+
+class PostponedError(Exception):
+    """A task cannot be carried out now; it is tried again soon and has not failed."""
 
 
 async def call_in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -61,7 +66,8 @@ class RetryQueue:
 
         Args:
             list_tasks: Returns the ids of the jobs with a task.
-            perform: Carries out the task of a job; returns False if it is to be repeated.
+            perform: Carries out the task of a job; returns False if it is to be repeated. It may
+                raise `PostponedError`.
             get_group: Returns the group of a job, so that a slow one does not delay the others.
             max_running: Maximum of tasks at the same time.
             max_per_group: The same for one group.
@@ -73,6 +79,7 @@ class RetryQueue:
         self._running: Counter[str] = Counter()  # group -> number of running tasks
         self._tasks: dict[str, asyncio.Task[None]] = {}  # job -> running task
         self._failures: dict[str, int] = {}  # job -> failed attempts
+        self._postponements: dict[str, int] = {}  # job -> postponements since its last attempt
         self._due: dict[str, float] = {}  # job -> time of the next attempt, by `time.monotonic`
         self._wake = asyncio.Event()
 
@@ -103,8 +110,14 @@ class RetryQueue:
                 self._tasks[job_id] = asyncio.create_task(self._perform_once(job_id, group))
 
     async def _perform_once(self, job_id: str, group: str) -> None:
+        postponements = self._postponements.pop(job_id, 0)
         try:
             is_finished = await self._perform(job_id)
+        except PostponedError:
+            self._postponements[job_id] = postponements + 1
+            pause = min(2.0 ** min(postponements, 20), _LONGEST_POSTPONEMENT)
+            self._due[job_id] = time.monotonic() + pause * random.uniform(0.5, 1.0)
+            return
         except Exception:
             logger.error("A task of %s has failed; it is repeated.", job_id, exc_info=True)
             is_finished = False

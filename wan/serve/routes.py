@@ -36,7 +36,7 @@ from wan.serve.service import Service
 from wan.serve.store import Store
 from wan.serve.stored_files import make_stored_response, read_stored_file
 from wan.serve.webhook_hosts import read_url
-from wan.settings.values import integer
+from wan.settings.values import format_value, integer
 
 _POLL_SECONDS = 1.0  # seconds; shortest polling interval of clients and of the synchronous routes
 _DELETION_SECONDS = 15.0  # seconds to wait until a deletion is written to the journal
@@ -93,7 +93,7 @@ class Routes:
         return JSONResponse(answer, 200 if is_recorded else 202)
 
     async def list(self, request: Request) -> Response:
-        query = request.query_params
+        query = _read_query(request)
         order, limit = query.get("order", "desc"), query.get("limit", "20")
         if order not in ("asc", "desc"):
             raise RefusedError("order must be asc or desc.", param="order")
@@ -146,7 +146,7 @@ class Routes:
         """Answers with an uploaded file; never with a type that a browser would run."""
         job, field = self._service.find_job(request.path_params["id"]), request.path_params["field"]
         paths = self._service.files.list_inputs(job, self._service.folder_files).get(field, [])
-        index = integer(0, 10_000)("index", request.query_params.get("index", "0"))
+        index = integer(0, 10_000)("index", _read_query(request).get("index", "0"))
         if index >= len(paths):
             message = f"This video has no such file {field[:100]!r}."
             raise RefusedError(message, 404, "not_found", "field")
@@ -246,8 +246,8 @@ class Routes:
             raise RefusedError(message, param="prompt")
         fields.check_prompt(body["prompt"])
         url = None if url is None else read_url(url)
-        key = _read_idempotency_key(request)
-        job = await self._service.remix(request.path_params["id"], body["prompt"], url, *key)
+        key = request.headers.get("idempotency-key")
+        job = await self._service.remix(request.path_params["id"], body["prompt"], url, key)
         self._service.waiters.claim(job)
         return self._make_video_response(job)
 
@@ -333,12 +333,13 @@ class Routes:
     async def _create_job(
         self, request: Request, body: dict[str, Any], max_outputs: int = fields.MAX_OUTPUTS
     ) -> tuple[ServiceJob, bool]:
-        digest = hash_request(body)
+        key = request.headers.get("idempotency-key")
+        digest = hash_request(body) if key else ""
         parsed_request = fields.parse_request(body, self._service.startup_run, self._service.models)
         if parsed_request.num_outputs > max_outputs:
             message = "This route answers with one video; ask for several with POST /v1/videos."
             raise RefusedError(message, param="n")
-        return await self._service.create(parsed_request, digest, *_read_idempotency_key(request))
+        return await self._service.create(parsed_request, digest, key)
 
     async def _wait_for_job(
         self, request: Request, job: ServiceJob, is_existing: bool
@@ -378,12 +379,22 @@ class Routes:
         return JSONResponse(make_video_object(self._service, job), headers=headers)
 
 
+def _read_query(request: Request) -> dict[str, str]:
+    """Returns the parameters of the query; refuses one that is given twice."""
+    query: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name in query:
+            raise RefusedError(f"{format_value(name)} is given twice; give it once.", param=name)
+        query[name] = value
+    return query
+
+
 def _read_variant(request: Request) -> tuple[str, int | None]:
     """Returns which file of a video is requested, and of which one of several videos.
 
     A number as the variant is the index of a video, as SGLang reads it.
     """
-    query = request.query_params
+    query = _read_query(request)
     variant, index = query.get("variant", "video"), query.get("index")
     if variant.isdecimal() and index is None:
         variant, index = "video", variant
@@ -440,10 +451,3 @@ def _matches_etag(request: Request, etag: str) -> bool:
     """Returns whether an If-None-Match header (RFC 9110) matches an ETag."""
     tags = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
     return "*" in tags or etag in [tag.removeprefix("W/") for tag in tags]
-
-
-def _read_idempotency_key(request: Request) -> tuple[str | None, bool]:
-    """Returns the Idempotency-Key, and whether the client marks the request as a retry."""
-    retries = request.headers.get("x-stainless-retry-count", "0")
-    is_repeated = retries.isdecimal() and retries.strip("0") != ""
-    return request.headers.get("idempotency-key"), is_repeated

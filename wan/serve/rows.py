@@ -35,7 +35,7 @@ class ServiceJob:
         seconds: Duration from start to end, of the complete videos together.
         guidance: Expert -> guidance scale.
         remixed_from: Id of the job whose settings were copied.
-        digest: SHA-256 of the request.
+        digest: SHA-256 of a request with a key.
         key: The request's Idempotency-Key.
         passed: How often a later job was started first.
         names: Setting -> field name of the request.

@@ -30,7 +30,7 @@ from wan.serve.job_files import JobFiles
 from wan.serve.journal import MAX_ATTEMPTS, Journal, ServiceJob
 from wan.serve.journal_file import JournalError
 from wan.serve.loras import LoraCatalog
-from wan.serve.repeats import RefusedError, RepeatedRequests, hash_request
+from wan.serve.repeats import RefusedError, find_earlier_job, hash_request
 from wan.serve.waiters import Waiters
 from wan.serve.webhook_hosts import NO_HOSTS, WebhookHosts
 from wan.settings.errors import InputError, is_disk_full, name_settings
@@ -120,7 +120,6 @@ class Service:
         self._running: dict[str, ServiceJob] = {}
         self._batch: dict[str, int] = {}  # video of the ranks' batch -> its steps done
         self._errors: dict[str, dict[str, str]] = {}  # running job -> error of one of its videos
-        self._repeats = RepeatedRequests(self.journal)
         self.waiters = Waiters(self._delete_unawaited_job)
         self.estimates = Estimates(self.journal, self._running)
         self._last_shape = ""  # `ServiceJob.shape` of the batch that was started last
@@ -150,14 +149,12 @@ class Service:
         parsed_request: ParsedRequest,
         digest: str,
         key: str | None = None,
-        is_retry: bool = False,
     ) -> tuple[ServiceJob, bool]:
         """Admits a request and queues its job.
 
         Args:
             digest: Digest of the body.
             key: The request's Idempotency-Key.
-            is_retry: Whether the client marks the request as a retry.
 
         Returns:
             The job, and whether an earlier request created it.
@@ -166,10 +163,10 @@ class Service:
             RefusedError: The request is refused.
         """
         self.limits.webhook_hosts.check_url(parsed_request.webhook_url)
-        earlier = self._repeats.find_duplicate(digest, key, is_retry)
+        earlier = find_earlier_job(self.journal, digest, key)
         if earlier is not None:
             return earlier, True
-        return await self._admit_or_record_failure(parsed_request, digest, key, is_retry)
+        return await self._admit(parsed_request, digest, key)
 
     async def remix(
         self,
@@ -177,18 +174,17 @@ class Service:
         prompt: str,
         webhook_url: str | None = None,
         key: str | None = None,
-        is_retry: bool = False,
     ) -> ServiceJob:
         """Queues a copy of a job: the same settings, seed and files, a new prompt for all clips.
 
         Args:
             webhook_url: Gets the events of the copy. That of the job may be another client's.
-            key, is_retry: As in `create`.
+            key: The request's Idempotency-Key.
         """
         url = {} if webhook_url is None else {"webhook_url": webhook_url}
         digest = hash_request({"remix": job_id, "prompt": prompt} | url)
         self.limits.webhook_hosts.check_url(webhook_url)
-        earlier = self._repeats.find_duplicate(digest, key, is_retry)
+        earlier = find_earlier_job(self.journal, digest, key)
         if earlier is not None:
             return earlier
         job = self.find_job(job_id)
@@ -198,7 +194,7 @@ class Service:
             message = f"The files of the video {job.id} are gone."
             raise RefusedError(message, 404, "not_found", "video_id") from error
         self.find_job(job_id)
-        return (await self._admit_or_record_failure(request, digest, key, is_retry, job.id))[0]
+        return (await self._admit(request, digest, key, job.id))[0]
 
     def _copy_request(self, job: ServiceJob, prompt: str, webhook_url: str | None) -> ParsedRequest:
         """Returns the request of a job with another prompt and webhook."""
@@ -208,25 +204,6 @@ class Service:
         settings["prompt"] = prompt
         files = self.files.read_uploads(job)
         return ParsedRequest(settings, files, job.priority, job.names, webhook_url)
-
-    async def _admit_or_record_failure(
-        self,
-        parsed_request: ParsedRequest,
-        digest: str,
-        key: str | None,
-        is_retry: bool,
-        remixed_from: str | None = None,
-    ) -> tuple[ServiceJob, bool]:
-        """Admits a request and returns the result of `create`.
-
-        A failure of any kind is recorded, so that a retry does not get the job of an earlier equal
-        request.
-        """
-        try:
-            return await self._admit(parsed_request, digest, key, is_retry, remixed_from)
-        except BaseException:
-            self._repeats.add_refusal(digest)
-            raise
 
     def _delete_unawaited_job(self, job_id: str) -> None:
         """Deletes a job for which no client waits any more, unless it has ended."""
@@ -453,8 +430,7 @@ class Service:
         parsed_request: ParsedRequest,
         digest: str,
         key: str | None,
-        is_retry: bool,
-        remixed_from: str | None,
+        remixed_from: str | None = None,
     ) -> tuple[ServiceJob, bool]:
         """Writes the files of a request, resolves its run, and queues its job.
 
@@ -486,7 +462,7 @@ class Service:
             job.set_sizes(run)
             job.bytes = sum(map(len, parsed_request.files.values()))
             async with self._admission_lock:
-                earlier = self._repeats.find_duplicate(digest, key, is_retry)
+                earlier = find_earlier_job(self.journal, digest, key)
                 if earlier is None:
                     self._check_queue(job.num_outputs)
                     job.created = time.time()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.settings.errors import InputError
+from wan.settings.json_text import DuplicateNameError, parse_json
 from wan.settings.presets import TRAIN_TIMESTEPS
 
 _FACTOR_SCHEMA = {"type": "number", "minimum": -100, "maximum": 100}
@@ -150,7 +150,9 @@ def read_video_loras(name: str, raw: Any) -> tuple[dict[str, Any], ...]:
     for part in parts:
         if isinstance(part, str) and part.lstrip().startswith(("{", "[")):
             try:
-                part = json.loads(part)
+                part = parse_json(part)
+            except DuplicateNameError as error:
+                raise InputError(name, why=f"is no JSON ({error})", remedy="give it once") from None
             except (ValueError, RecursionError):
                 raise InputError(name, format_value(part), "is no JSON") from None
         loras += part if isinstance(part, list) else [part]
