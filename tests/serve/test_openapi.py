@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ import pytest
 from tests.serve.bodies import FORM, make_data_url, make_form, make_picture
 from tests.serve.jobs import PROMPT, Jobs
 from wan.serve import __main__ as command
-from wan.serve import fields, page_routes
+from wan.serve import fields, operations
+from wan.serve.metrics import Metrics
 from wan.serve.openapi import make_openapi
 from wan.serve.request_schema import RequestSchema, make_request_schema
+from wan.serve.routes import Routes
 from wan.serve.rows import ServiceJob
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, read_settings
@@ -169,18 +172,25 @@ async def test_the_description_of_the_routes(jobs: Jobs) -> None:
         node: Any = document
         for part in reference.removeprefix("#/").split("/"):
             node = node[part]
-    names = []
+    names, described = [], set()
     for path, methods in document["paths"].items():
         needed = {*re.findall(r"{(\w+)}", path)}
         assert {entry["name"] for entry in methods.get("parameters", ())} == needed
         for method, operation in methods.items():
             if method != "parameters":
                 names.append(operation["operationId"])
+                described.add((method.upper(), path))
                 real = path.replace("{id}", "video_x").replace("{field}", "image")
                 status, *_ = await jobs.request(real, method=method.upper())
                 assert status != 405 and "200" in operation["responses"]
+    served = Routes(jobs.service, Metrics()).list_routes()
+    assert described == {(method, route.path) for route in served for method in route.methods or ()}
+    assert described >= {("HEAD", "/health"), ("POST", "/v1/videos/generations"), ("GET", "/")}
     assert len(names) == len({*names}) >= 8
     video = (await jobs.request(f"/v1/videos/{await jobs.create()}"))[2]
+    async with asyncio.timeout(60):  # the events of a waiting video have no end
+        answer = await jobs.request(f"/v1/videos/{video['id']}/events", method="HEAD")
+    assert answer[0] == 200 and not answer[2]
     schemas = document["components"]["schemas"]
     assert {*schemas["Video"]["required"]} <= {*video}
     for path, component in (("/v1/videos", "Videos"), ("/v1/models", "Models")):
@@ -188,6 +198,16 @@ async def test_the_description_of_the_routes(jobs: Jobs) -> None:
     error = (await jobs.request("/v1/videos/x"))[2]["error"]
     assert {*schemas["Error"]["properties"]["error"]["required"]} == {*error}
     json.dumps(make_openapi(make_schema("t2v-A14B", jobs.folder)), allow_nan=False)
+
+
+async def test_routes_without_a_key_are_described_as_such(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs", key="a secret of the API")
+    wrong = []
+    for path, methods in make_openapi(make_schema("t2v-A14B", jobs.folder))["paths"].items():
+        needs_key = methods.get("get", methods.get("post")).get("security") != []
+        status, *_ = await jobs.request(path, method="GET" if "get" in methods else "POST")
+        wrong += [path] if needs_key != (status == 401) else []
+    assert not wrong
 
 
 async def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
@@ -287,7 +307,7 @@ async def test_the_files_of_the_page(tmp_path: Path) -> None:
     texts = {}
     for name, kind in {
         "": "html",
-        **{n: n.rpartition(".")[2] for n in page_routes.PAGE_FILES},
+        **{n: n.rpartition(".")[2] for n in operations.PAGE_FILES},
     }.items():
         status, headers, content = await jobs.request(f"/{name}")
         expected = {"html": "text/html", "css": "text/css", "js": "text/javascript"}[kind]
@@ -296,7 +316,7 @@ async def test_the_files_of_the_page(tmp_path: Path) -> None:
         assert "default-src 'none'" in policy and "unsafe" not in policy
         texts[name] = content.decode()
     linked = re.findall(r'(?:src|href)="([\w.]+)"|from "\./([\w.]+)"', "".join(texts.values()))
-    assert {a or b for a, b in linked} == {*page_routes.PAGE_FILES}
+    assert {a or b for a, b in linked} == {*operations.PAGE_FILES}
     assert not re.search(r"<script>|<style>|\son\w+=|innerHTML|https?://(?!127)", texts[""])
     assert not any("innerHTML" in text or "eval(" in text for text in texts.values())
     assert (await jobs.request("/openapi.json"))[0] == 401

@@ -1,25 +1,24 @@
-"""Routes of the web page, and of the OpenAPI description from which it makes its form."""
+"""Handlers of the web page, and of the OpenAPI description from which it makes its form."""
 
 from __future__ import annotations
 
 import json
-from functools import cache
+from collections.abc import Awaitable, Callable
+from functools import cache, partial
 from importlib import resources
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from wan.serve.openapi import make_openapi
+from wan.serve.operations import MEDIA_TYPES, PAGE_FILES, make_page_operation
 from wan.serve.request_schema import make_request_schema
 
 if TYPE_CHECKING:
     from wan.serve.service import Service
 
-_MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-PAGE_FILES = ("page.css", "page.js", "form.js", "videos.js", "api.js")
-"""Files of the page `page.html`; like the page they are sent without an API key."""
+Handler = Callable[[Request], Awaitable[Response]]
 _HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -30,8 +29,8 @@ _HEADERS = {
 }
 
 
-def list_page_routes(service: Service) -> list[Route]:
-    """Returns the routes of the page and of /openapi.json."""
+def make_page_handlers(service: Service) -> dict[str, Handler]:
+    """Returns the handlers of the page and of /openapi.json by the ids of their operations."""
 
     @cache
     def render_openapi() -> bytes:
@@ -41,17 +40,17 @@ def list_page_routes(service: Service) -> list[Route]:
         )
         return json.dumps(make_openapi(schema), ensure_ascii=False).encode()
 
-    async def serve_openapi(_: Request) -> Response:
+    async def send_openapi(_: Request) -> Response:
         return Response(render_openapi(), media_type="application/json")
 
-    async def serve_file(request: Request) -> Response:
-        name = request.url.path.removeprefix("/") or "page.html"
-        content = resources.files("wan.serve").joinpath("page", name).read_text("utf-8")
-        media_type = _MEDIA_TYPES[name.rpartition(".")[2]]
-        return Response(content, media_type=media_type, headers=_HEADERS)
+    return {"getOpenapi": send_openapi} | {
+        make_page_operation(name).id: partial(_send_file, name)
+        for name in ("page.html", *PAGE_FILES)
+    }
 
-    page_paths = ["/", *(f"/{name}" for name in PAGE_FILES)]
-    return [
-        Route("/openapi.json", serve_openapi),
-        *(Route(path, serve_file) for path in page_paths),
-    ]
+
+async def _send_file(name: str, _: Request) -> Response:
+    """Answers with a file of the page."""
+    content = resources.files("wan.serve").joinpath("page", name).read_text("utf-8")
+    media_type = MEDIA_TYPES[name.rpartition(".")[2]]
+    return Response(content, media_type=media_type, headers=_HEADERS)

@@ -73,6 +73,15 @@ class RequestSchema:
             name: entry["x-media"] for name, entry in self.properties.items() if "x-media" in entry
         }
 
+    def make_object_schema(self) -> Schema:
+        """Returns the schema of the whole request."""
+        return {
+            "type": "object",
+            "properties": self.properties,
+            "required": [*self.required],
+            "additionalProperties": False,
+        }
+
 
 def make_request_schema(
     run: Run, models: Sequence[str], max_frames: int, max_characters: int
