@@ -16,6 +16,7 @@ from tests.serve.jobs import PROMPT, Jobs
 from wan.serve import __main__ as command
 from wan.serve import fields, operations
 from wan.serve.metrics import Metrics
+from wan.serve.needed_fields import check_needed_fields
 from wan.serve.openapi import make_openapi
 from wan.serve.request_schema import RequestSchema, make_request_schema
 from wan.serve.routes import Routes
@@ -254,14 +255,69 @@ async def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
         assert (await jobs.request(name))[0] == 404
 
 
-@pytest.mark.parametrize(
-    ("task", "param"), [("i2v-A14B", "input_reference"), ("animate-14B", "src_ref")]
-)
-async def test_a_missing_file_is_named(task: str, param: str, tmp_path: Path) -> None:
-    jobs = Jobs(tmp_path / "jobs", flags=["--task", task])
-    status, _, answer = await jobs.request("/v1/videos", {"prompt": PROMPT})
-    assert (status, answer["error"]["param"]) == (400, param)
-    assert param in answer["error"]["message"]
+NEEDED = {
+    "t2v-A14B": [["prompt"]],
+    "i2v-A14B": [["prompt"], ["input_reference"]],
+    "flf2v-14B": [["prompt"], ["input_reference"], ["last_image"]],
+    "ti2v-5B": [["prompt"]],
+    "s2v-14B": [["input_reference"], ["audio"]],
+    "animate-14B": [["src_ref"], ["src_pose"], ["src_face"]],
+    "animate2-14B": [["input_reference"], ["src_video"]],
+    "vace-1.3B": [["prompt"], ["src_video", "src_ref_images"]],
+}
+"""Task -> groups of fields, of which a request needs one each."""
+
+
+@pytest.mark.parametrize("task", NEEDED)
+def test_all_missing_fields_are_named(task: str, tmp_path: Path) -> None:
+    run, schema = make_run(task, tmp_path), make_schema(task, tmp_path)
+
+    def find_missing(body: dict[str, Any]) -> tuple[str, set[str]] | None:
+        try:
+            parsed = fields.parse_request(body, run, [task])
+            check_needed_fields(parsed.settings, parsed.files, run)
+        except InputError as error:
+            words = set(re.findall(r"\w+", str(error)))
+            return error.subject, words & {*schema.properties}
+        return None
+
+    groups = NEEDED[task]
+    complete = {name: make_data_url() for group in groups for name in group[:1]}
+    complete |= {"prompt": PROMPT} if "prompt" in complete else {}
+    assert find_missing({}) == (groups[0][0], {name for group in groups for name in group})
+    assert find_missing(complete) is None
+    for group in groups:
+        body = {name: value for name, value in complete.items() if name not in group}
+        assert find_missing(body) == (group[0], {*group})
+        for name in group[1:]:
+            assert find_missing(body | {name: make_data_url()}) is None
+    described = schema.make_object_schema()
+    several = [{"required": [name]} for group in groups[-1:] if len(group) > 1 for name in group]
+    assert {*described["required"]} == {name for (name, *others) in groups if not others}
+    assert described.get("anyOf", []) == several
+
+
+async def test_a_missing_file_is_named_by_its_field(tmp_path: Path) -> None:
+    """Files of the scene are needed only to replace the character."""
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", "animate-14B"])
+    files = {name: make_data_url() for name in ("src_ref", "src_pose", "src_face")}
+    status, _, answer = await jobs.request("/v1/videos", files | {"replace_flag": True})
+    assert (status, answer["error"]["param"]) == (400, "src_bg")
+    assert "src_mask" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("task", NEEDED)
+def test_descriptions_are_about_requests_to_the_running_task(task: str, tmp_path: Path) -> None:
+    """They have no other task, no flag, file or default of the command line."""
+    kinds = {*("t2v", "i2v", "ti2v", "flf2v", "s2v", "animate", "animate2", "vace")}
+    foreign = kinds - {task.partition("-")[0]}
+    wrong = {}
+    for name, entry in make_schema(task, tmp_path).properties.items():
+        text = entry.get("description", "")
+        of_others = foreign & {*re.findall(r"\w+", text)}
+        if of_others or re.search(r"--\w|default\b|NAME\.|repeat|comma|neede", text):
+            wrong[name] = text
+    assert not wrong
 
 
 async def test_where_a_video_is_in_the_queue(jobs: Jobs) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.headers import read_json
-from wan.serve.fields import FIELD_NAMES, FOLDER, PICTURES, UPLOADS
+from wan.serve.fields import PICTURES, UPLOADS
 from wan.serve.folders import (
     UPLOAD_KIND,
     UPLOAD_PREFIX,
@@ -16,6 +16,7 @@ from wan.serve.folders import (
     remove_job_files,
 )
 from wan.serve.journal import ServiceJob
+from wan.serve.needed_fields import FIELD_NAMES, FOLDER
 from wan.settings.errors import InputError
 from wan.utils.files import write_output
 from wan.utils.log import logger

@@ -18,7 +18,7 @@ from wan.serve.request_schema import make_request_schema
 if TYPE_CHECKING:
     from wan.serve.service import Service
 
-Handler = Callable[[Request], Awaitable[Response]]
+RouteHandler = Callable[[Request], Awaitable[Response]]
 _HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -29,7 +29,7 @@ _HEADERS = {
 }
 
 
-def make_page_handlers(service: Service) -> dict[str, Handler]:
+def make_page_handlers(service: Service) -> dict[str, RouteHandler]:
     """Returns the handlers of the page and of /openapi.json by the ids of their operations."""
 
     @cache

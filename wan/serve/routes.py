@@ -25,6 +25,7 @@ from wan.serve.bodies import read_body
 from wan.serve.events import MAX_LISTENERS, JobEvents
 from wan.serve.journal import ServiceJob
 from wan.serve.metrics import Metrics
+from wan.serve.needed_fields import check_needed_fields
 from wan.serve.operations import OPERATIONS
 from wan.serve.repeats import RefusedError, hash_request
 from wan.serve.responses import (
@@ -344,6 +345,9 @@ class Routes:
     ) -> tuple[ServiceJob, bool]:
         digest = hash_request(body)
         parsed_request = fields.parse_request(body, self._service.startup_run, self._service.models)
+        check_needed_fields(
+            parsed_request.settings, parsed_request.files, self._service.startup_run
+        )
         if parsed_request.num_outputs > max_outputs:
             message = "This route answers with one video; ask for several with POST /v1/videos."
             raise RefusedError(message, param="n")

@@ -23,13 +23,14 @@ from wan.serve.batches import (
     parse_output_id,
 )
 from wan.serve.estimates import Estimates, describe_planned_memory
-from wan.serve.fields import FIELD_NAMES, FOLDER, ParsedRequest
+from wan.serve.fields import ParsedRequest
 from wan.serve.folders import JOB_ID, remove_orphaned_folders
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.job_files import JobFiles
 from wan.serve.journal import MAX_ATTEMPTS, Journal, ServiceJob
 from wan.serve.journal_file import JournalError
 from wan.serve.loras import LoraCatalog
+from wan.serve.needed_fields import FIELD_NAMES, FOLDER
 from wan.serve.repeats import RefusedError, RepeatedRequests, hash_request
 from wan.serve.waiters import Waiters
 from wan.serve.webhook_hosts import NO_HOSTS, WebhookHosts
