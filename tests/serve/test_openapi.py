@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -168,7 +169,7 @@ def list_references(node: Any) -> Iterator[str]:
 async def test_the_description_of_the_routes(jobs: Jobs) -> None:
     status, headers, document = await jobs.request("/openapi.json")
     assert (status, headers["content-type"]) == (200, "application/json")
-    assert document["openapi"] == "3.1.0"
+    assert document["openapi"] == "3.1.0" and not document["info"]["x-random-weights"]
     for reference in list_references(document):
         node: Any = document
         for part in reference.removeprefix("#/").split("/"):
@@ -376,3 +377,26 @@ async def test_the_files_of_the_page(tmp_path: Path) -> None:
     assert not re.search(r"<script>|<style>|\son\w+=|innerHTML|https?://(?!127)", texts[""])
     assert not any("innerHTML" in text or "eval(" in text for text in texts.values())
     assert (await jobs.request("/openapi.json"))[0] == 401
+
+
+async def test_random_weights_are_said_to_be_random(tmp_path: Path) -> None:
+    """No checkpoint in the repository is trained for ti2v-5B."""
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", "ti2v-5B"])
+    info = (await jobs.request("/openapi.json"))[2]["info"]
+    assert info["x-random-weights"] and "random" in info["description"]
+
+
+async def test_an_uploaded_file_keeps_its_name(tmp_path: Path) -> None:
+    """Also in a remix, and without the folders of the client."""
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", "i2v-A14B"])
+    part = 'Content-Disposition: form-data; name="input_reference"; '
+    part += 'filename="C:\\\\a\\\\Портрет 1.png"'
+    body = b"--edge\r\n" + part.encode() + b"\r\n\r\n" + make_picture() + b"\r\n"
+    body += make_form({"prompt": PROMPT})
+    video = (await jobs.request("/v1/videos", body, Content_Type=FORM))[2]
+    remix = (await jobs.request(f"/v1/videos/{video['id']}/remix", {"prompt": "a moon"}))[2]
+    for name in (video["id"], remix["id"]):
+        status, headers, content = await jobs.request(f"/v1/videos/{name}/inputs/input_reference")
+        assert (status, content) == (200, make_picture())
+        kind, _, file_name = headers["content-disposition"].partition("; filename*=utf-8''")
+        assert (kind, unquote(file_name)) == ("attachment", "Портрет 1.png")

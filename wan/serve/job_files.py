@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,18 @@ from wan.serve.needed_fields import FIELD_NAMES, FOLDER
 from wan.settings.errors import InputError
 from wan.utils.files import write_output
 from wan.utils.log import logger
+
+_NAMES = "names"  # suffix of the file with the clients' names of uploaded files
+
+
+class UploadedFile(bytes):
+    """The content of a file in a form.
+
+    Attributes:
+        name: The client's name of the file.
+    """
+
+    name: str
 
 
 class JobFiles:
@@ -84,9 +97,20 @@ class JobFiles:
     def write_uploads(self, job: ServiceJob, files: Mapping[str, bytes]) -> None:
         """Creates the folder of a job and writes its uploaded files."""
         self.job_folder(job).mkdir()
+        names = {key: file.name for key, file in files.items() if isinstance(file, UploadedFile)}
+        files = {**files, _NAMES: json.dumps(names).encode()} if names else files
         for name, content in files.items():
             with write_output(self.upload_path(job, name), UPLOAD_KIND) as temporary:
                 temporary.write_bytes(content)
+
+    def read_upload_name(self, job: ServiceJob, path: Path) -> str:
+        """Returns the client's name of an uploaded file; the name of its path if it is unknown."""
+        key = str(path.relative_to(self.job_folder(job))).removeprefix(UPLOAD_PREFIX)
+        try:
+            names = read_json(self.upload_path(job, _NAMES))
+        except InputError:
+            names = {}
+        return str(names.get(key) or f"{job.id}-{path.name}")
 
     def read_uploads(self, job: ServiceJob) -> dict[str, bytes]:
         """Reads the uploaded files of a job, by name."""

@@ -33,7 +33,7 @@ def list_needed_fields(run: Run, replaces_character: bool) -> list[tuple[str, ..
         replaces_character: The value of `replace_flag`.
     """
     task = run.params.task
-    groups = [] if task.uploads_without_prompt else [("prompt",)]
+    groups: list[tuple[str, ...]] = [] if task.uploads_without_prompt else [("prompt",)]
     for group in list_needed_inputs(run.setup.preset.task):
         if FOLDER in group:
             names = (*task.needed_uploads, *(task.scene_uploads if replaces_character else ()))

@@ -28,10 +28,15 @@ _ERROR_CODES = {
 }
 
 
-def make_openapi(request: RequestSchema) -> Schema:
+def make_openapi(
+    request: RequestSchema, root_path: str = "", has_random_weights: bool = False
+) -> Schema:
     """Returns the description of all routes.
 
-    request: Fields of a request.
+    Args:
+        request: Fields of a request.
+        root_path: Path below which the routes are served.
+        has_random_weights: Whether the videos are noise.
     """
     return {
         "openapi": "3.1.0",
@@ -39,8 +44,12 @@ def make_openapi(request: RequestSchema) -> Schema:
             "title": "Wan2.2 videos",
             "version": __version__,
             "description": "Defaults are those that the service was started with. Fields that are "
-            "null count as left out. Unknown fields are refused.",
+            "null count as left out. Unknown fields are refused."
+            + " The weights are random, so videos are noise."
+            * has_random_weights,
+            "x-random-weights": has_random_weights,
         },
+        "servers": [{"url": root_path or "/"}],
         "paths": _list_paths(request),
         "components": {
             "schemas": _list_bodies(request) | _list_components(),

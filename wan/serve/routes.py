@@ -160,7 +160,7 @@ class Routes:
             paths[index],
             media_type="application/octet-stream",
             headers={"X-Content-Type-Options": "nosniff"},
-            filename=f"{job.id}-{paths[index].name}",
+            filename=self._service.files.read_upload_name(job, paths[index]),
             stat_result=status,
         )
 

@@ -75,6 +75,7 @@ class Service:
         models: Names of the model in the HTTP interface; the first is that of responses.
         stopping: Whether the service is stopping and refuses requests.
         background_tasks: Further coroutine functions that run until the service ends.
+        root_path: Precedes the paths of `url` fields and of the page.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Service:
             model_names: Further names of the model; the last one is its task.
             on_event: Called with each event, its job and its record, for metrics.
         """
-        self.startup_run, self.stopping = run, False
+        self.startup_run, self.stopping, self.root_path = run, False, ""
         self.background_tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self.models = tuple(dict.fromkeys((*model_names, run.setup.preset.task)))
         self.limits, self._replica_name = limits, replica_name
