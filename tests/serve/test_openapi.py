@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -31,12 +32,13 @@ TASKS = (
 ONE_NETWORK = ("guidance_high", "guidance_low", "boundary_ratio")
 
 
-def make_run(task: str, folder: Path) -> Any:
-    return command._resolve_service_run(["--task", task], folder, 1, 1)[0]
+@cache
+def make_run(task: str) -> Any:
+    return command._resolve_service_run(["--task", task], Path(), 1, 1)[0]
 
 
-def make_schema(task: str, folder: Path) -> RequestSchema:
-    return make_request_schema(make_run(task, folder), [task], 1000, 100)
+def make_schema(task: str) -> RequestSchema:
+    return make_request_schema(make_run(task), [task], 1000, 100)
 
 
 def list_accepted(entry: dict[str, Any]) -> Iterator[Any]:
@@ -90,9 +92,9 @@ def list_refused(entry: dict[str, Any]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_requests_made_from_the_schema(task: str, tmp_path: Path) -> None:
+def test_requests_made_from_the_schema(task: str) -> None:
     """The parser takes what the schema allows, and refuses what is outside."""
-    run, wrong = make_run(task, tmp_path), []
+    run, wrong = make_run(task), []
 
     def is_taken(name: str, value: Any) -> bool:
         body = {"prompt": PROMPT, name: value}
@@ -114,7 +116,7 @@ def test_requests_made_from_the_schema(task: str, tmp_path: Path) -> None:
         "frame_num",
         "seconds",
     )  # the service's own limit is checked later
-    for name, entry in make_schema(task, tmp_path).properties.items():
+    for name, entry in make_schema(task).properties.items():
         if name == "clip_prompts" or "clip_prompts" in entry.get("x-alias-of", ""):
             continue
         wrong += [(name, value) for value in list_accepted(entry) if not is_taken(name, value)]
@@ -130,7 +132,7 @@ def test_requests_made_from_the_schema(task: str, tmp_path: Path) -> None:
 
 def test_fields_of_the_running_task(tmp_path: Path) -> None:
     """Every field is in the schema of some task, and options of other tasks are absent."""
-    schemas = {task: make_schema(task, tmp_path).properties for task in TASKS}
+    schemas = {task: make_schema(task).properties for task in TASKS}
     known = set().union(*schemas.values())
     accepted = {name for name, row in fields.API_FIELDS.items() if row.setting or row.accepted}
     lines = {name for name, flag in FLAGS.items() if flag.line} - {"save_file", fields.FOLDER}
@@ -199,13 +201,13 @@ async def test_the_description_of_the_routes(jobs: Jobs) -> None:
         assert {*schemas[component]["required"]} <= {*(await jobs.request(path))[2]}
     error = (await jobs.request("/v1/videos/x"))[2]["error"]
     assert {*schemas["Error"]["properties"]["error"]["required"]} == {*error}
-    json.dumps(make_openapi(make_schema("t2v-A14B", jobs.folder)), allow_nan=False)
+    json.dumps(make_openapi(make_schema("t2v-A14B")), allow_nan=False)
 
 
 async def test_routes_without_a_key_are_described_as_such(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path / "jobs", key="a secret of the API")
     wrong = []
-    for path, methods in make_openapi(make_schema("t2v-A14B", jobs.folder))["paths"].items():
+    for path, methods in make_openapi(make_schema("t2v-A14B"))["paths"].items():
         needs_key = methods.get("get", methods.get("post")).get("security") != []
         status, *_ = await jobs.request(path, method="GET" if "get" in methods else "POST")
         wrong += [path] if needs_key != (status == 401) else []
@@ -270,8 +272,8 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("task", NEEDED)
-def test_all_missing_fields_are_named(task: str, tmp_path: Path) -> None:
-    run, schema = make_run(task, tmp_path), make_schema(task, tmp_path)
+def test_all_missing_fields_are_named(task: str) -> None:
+    run, schema = make_run(task), make_schema(task)
 
     def find_missing(body: dict[str, Any]) -> tuple[str, set[str]] | None:
         try:
@@ -308,12 +310,12 @@ async def test_a_missing_file_is_named_by_its_field(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", NEEDED)
-def test_descriptions_are_about_requests_to_the_running_task(task: str, tmp_path: Path) -> None:
+def test_descriptions_are_about_requests_to_the_running_task(task: str) -> None:
     """They have no other task, no flag, file or default of the command line."""
     kinds = {*("t2v", "i2v", "ti2v", "flf2v", "s2v", "animate", "animate2", "vace")}
     foreign = kinds - {task.partition("-")[0]}
     wrong = {}
-    for name, entry in make_schema(task, tmp_path).properties.items():
+    for name, entry in make_schema(task).properties.items():
         text = entry.get("description", "")
         of_others = foreign & {*re.findall(r"\w+", text)}
         if of_others or re.search(r"--\w|default\b|NAME\.|repeat|comma|neede", text):
@@ -377,6 +379,26 @@ async def test_the_files_of_the_page(tmp_path: Path) -> None:
     assert not re.search(r"<script>|<style>|\son\w+=|innerHTML|https?://(?!127)", texts[""])
     assert not any("innerHTML" in text or "eval(" in text for text in texts.values())
     assert (await jobs.request("/openapi.json"))[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("task", "fields_with_files", "broken"),
+    [
+        ("t2v-A14B", ("video_url",), "video_url"),
+        ("i2v-A14B", ("image_reference", "last_image"), "last_image"),
+        ("vace-1.3B", ("src_ref_images",), "src_ref_images"),
+        ("animate-14B", ("src_ref", "src_pose", "src_face"), "src_pose"),
+    ],
+)
+async def test_a_broken_upload_is_named_once(
+    task: str, fields_with_files: tuple[str, ...], broken: str, tmp_path: Path
+) -> None:
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", task])
+    body = {"prompt": PROMPT} | dict.fromkeys(fields_with_files, make_data_url())
+    status, _, answer = await jobs.request("/v1/videos", body | {broken: make_data_url(b"abc")})
+    error = answer["error"]
+    assert (status, error["param"], error["message"].count(broken)) == (400, broken, 1)
+    assert str(tmp_path) not in error["message"]
 
 
 async def test_random_weights_are_said_to_be_random(tmp_path: Path) -> None:

@@ -557,17 +557,14 @@ class Service:
 
     def _make_refusal(self, error: InputError, job: ServiceJob) -> RefusedError:
         """Returns the refusal of a request with field names for uploaded files' paths."""
-        message = str(error)
-        for name in self.files.list_uploads(job):
-            path = str(self.files.upload_path(job, name).absolute())
-            message = message.replace(path, f"the uploaded {job.names.get(name, name)}")
+        message = self.files.describe_refusal(error, job, self.folder_files)
         # A missing input is named where the sentence says what to do.
         settings = re.findall(r"`(\w+)`", f"{error.subject} {error.remedy}")
         setting = next((name for name in settings if name != "task"), None)
         param = setting and job.names.get(setting, FIELD_NAMES.get(setting, setting))
         if param == FOLDER:
-            files = self.folder_files
-            param = next((name for name in files if files[name] in error.why), next(iter(files)))
+            files, text = self.folder_files, f"{error.value} {error.why}"
+            param = next((name for name in files if files[name] in text), next(iter(files)))
         return RefusedError(message, param=param)
 
     async def _delete_old_jobs(self) -> None:
