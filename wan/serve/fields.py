@@ -270,7 +270,9 @@ def _check_prompts(settings: Mapping[str, Any], files: Mapping[str, bytes], run:
     """Refuses a request without a prompt; the command line would use an example prompt."""
     prompts = settings.get("clip_prompts") or settings.get("prompt")
     if not settings.get("clip_prompts") and "prompt" not in settings:
-        check_needed_fields(settings, files, run)
+        sufficient = run.params.task.uploads_without_prompt
+        if not sufficient or not {name.partition("/")[0] for name in files} >= sufficient:
+            check_needed_fields(settings, files, run)
         return
     for prompt in prompts if isinstance(prompts, list) else [prompts]:
         check_prompt(prompt)

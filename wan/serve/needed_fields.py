@@ -61,4 +61,6 @@ def check_needed_fields(settings: Mapping[str, Any], files: Mapping[str, bytes],
     if missing:
         names = join_with_and([join_with_or(group) for group in missing])
         remedy = "give it" if names == missing[0][0] else f"give {names}"
+        if ("prompt",) not in groups and "prompt" not in present:
+            remedy += ", and a prompt if you like"
         raise InputError(missing[0][0], why="is missing", remedy=remedy)
