@@ -80,7 +80,7 @@ ONLY_IN = {
     "xfuser": "wan.kernels.xfuser",
     "pynvml": "wan.metering.nvml",
     "starlette": "wan.serve.app wan.serve.bodies wan.serve.guard wan.serve.page_routes "
-    "wan.serve.responses wan.serve.routes wan.serve.stored_files",
+    "wan.serve.responses wan.serve.root_path wan.serve.routes wan.serve.stored_files",
     "fsspec": "wan.serve.store",
     "uvicorn": "wan.serve.connections",
     "prometheus_client": "wan.serve.metrics",

@@ -426,7 +426,17 @@ def _find_checkpoint_folder(values: Values, preset: Preset) -> tuple[Path, bool]
             folder: Path = values[name].parent
             return folder, False
     trained = _DEMO_FOLDER / preset.task
-    return trained if trained.is_dir() else env.find_cache_dir() / f"demo-{preset.task}-v1", True
+    return trained if trained.is_dir() else _find_random_demo(preset), True
+
+
+def _find_random_demo(preset: Preset) -> Path:
+    """Returns the folder of the task's randomly initialized demo checkpoint."""
+    return env.find_cache_dir() / f"demo-{preset.task}-v1"
+
+
+def has_random_weights(run: Run) -> bool:
+    """Returns whether the checkpoint of a run is a randomly initialized demo: videos are noise."""
+    return Path(run.settings["ckpt_dir"]) == _find_random_demo(run.setup.preset)
 
 
 def _list_input_files(values: Values, inputs: Inputs) -> tuple[InputFile, ...]:

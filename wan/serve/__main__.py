@@ -13,6 +13,7 @@ from wan.app.flag_parser import Parser, parse_flags
 from wan.app.programs import make_argument_type
 from wan.serve.addresses import read_model_name, read_network, read_origin
 from wan.serve.folders import NAME_LENGTH, check_journal_folder
+from wan.serve.root_path import read_root_path
 from wan.serve.webhook_hosts import read_webhook_host
 from wan.settings.command import PlanOptions, PromptFileOptions, ResumeOptions
 from wan.settings.errors import InputError, get_exit_code
@@ -138,6 +139,13 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="address or network of a proxy whose X-Forwarded-Host is believed; repeatable",
+    )
+    add(
+        "--root_path",
+        type=make_argument_type(read_root_path),
+        default="",
+        metavar="PATH",
+        help="path below which a proxy serves the service, such as /wan (default none)",
     )
     add(
         "--served_model_name",

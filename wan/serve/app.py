@@ -22,6 +22,7 @@ from wan.serve.guard import Guard
 from wan.serve.metrics import Metrics
 from wan.serve.repeats import RefusedError
 from wan.serve.responses import answer_disconnect, make_error_response
+from wan.serve.root_path import RootPath
 from wan.serve.routes import Routes
 from wan.serve.service import Service
 from wan.serve.store import Store
@@ -56,6 +57,7 @@ def make_app(
     is_busy: Callable[[], bool] = lambda: False,
     store: Store | None = None,
     max_listeners: int = MAX_LISTENERS,
+    root_path: str = "",
 ) -> ASGIApp:
     """Returns the ASGI application.
 
@@ -71,7 +73,9 @@ def make_app(
         is_busy: Returns whether only /health and /liveness are answered.
         store: Has the videos that were uploaded.
         max_listeners: Maximum of open streams of events.
+        root_path: Path below which a proxy serves the application, such as `/wan`.
     """
+    service.root_path = root_path
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> Any:
@@ -92,13 +96,13 @@ def make_app(
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False
     hosts = (*_LOCAL_HOSTS, host, *names)
-    guard = Guard(app, hosts, api_key, most_bytes, is_busy, origins, proxies)
-    if not origins:
-        return guard
-    return CORSMiddleware(
-        guard,
-        allow_origins=origins,
-        allow_methods=("GET", "POST", "DELETE"),
-        allow_headers=("*",),
-        expose_headers=_EXPOSED_HEADERS,
-    )
+    guarded: ASGIApp = Guard(app, hosts, api_key, most_bytes, is_busy, origins, proxies)
+    if origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=_EXPOSED_HEADERS,
+        )
+    return RootPath(guarded, root_path)

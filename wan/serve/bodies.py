@@ -11,6 +11,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
 from wan.serve.fields import JSON_FIELDS, PICTURE_FIELDS, SEEDS
+from wan.serve.job_files import UploadedFile
 from wan.serve.repeats import RefusedError
 from wan.settings.json_text import DuplicateNameError, parse_json
 from wan.settings.values import format_value
@@ -42,7 +43,10 @@ async def _read_form(request: Request) -> dict[str, Any]:
     # `Guard` limits the size of the body.
     async with request.form(max_files=max_parts, max_fields=100, max_part_size=sys.maxsize) as form:
         for key, value in form.multi_items():
-            part = await value.read() if isinstance(value, UploadFile) else value
+            part: Any = value
+            if isinstance(value, UploadFile):
+                part = UploadedFile(await value.read())
+                part.name = _read_file_name(value.filename or "")
             if isinstance(value, UploadFile) and not value.filename and not part:
                 continue  # a file input without a file
             # The openai client sends lists like this.
@@ -57,6 +61,12 @@ async def _read_form(request: Request) -> dict[str, Any]:
                 message = f"{format_value(name)} is given twice; give it once."
                 raise RefusedError(message, param=name)
     return form_fields
+
+
+def _read_file_name(text: str) -> str:
+    """Returns the last part of a client's path, as far as it is printable."""
+    name = text.replace("\\", "/").rpartition("/")[2]
+    return "".join(character for character in name if character.isprintable())[-200:]
 
 
 def _parse_json_field(key: str, value: Any) -> Any:

@@ -8,13 +8,14 @@ import json
 import math
 import random
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from wan.app.run import PATH_SETTINGS, Run
+from wan.serve.needed_fields import FIELD_NAMES, FOLDER, check_needed_fields
 from wan.serve.webhook_hosts import read_url
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.fields import list_options
@@ -114,23 +115,12 @@ API_FIELDS = {
 """Fields of OpenAI's, vllm-omni's, SGLang's and MLPerf's APIs that are no setting's name."""
 FIELD_TO_SETTING = {key: field.setting for key, field in API_FIELDS.items() if field.setting}
 """Field name of another API -> setting."""
-FIELD_NAMES = {
-    "image": "input_reference",
-    "frame_num": "num_frames",
-    "sample_steps": "num_inference_steps",
-    "sample_shift": "flow_shift",
-    "base_seed": "seed",
-    "video_lora": "lora",
-}
-"""Setting -> its field in the schema and in answers, where the two differ."""
 LORAS = ("video_lora", *(k for k, name in FIELD_TO_SETTING.items() if name == "video_lora"))
 """Fields whose value are the LoRAs of a video."""
 SEEDS = ("base_seed", *(k for k, name in FIELD_TO_SETTING.items() if name == "base_seed"))
 """Fields whose value is a seed, or a list of the seeds of several videos."""
 BLOCKS = ("extra_body", "extra_json", "extra_params", "video_params")
 """Fields whose values are JSON objects of further fields."""
-FOLDER = "src_root_path"
-"""Setting whose value is a folder of uploaded files."""
 PICTURES = "src_ref_images"
 """Setting whose value is one or several uploaded files."""
 UPLOADS = tuple(
@@ -253,7 +243,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
             settings[name] = [value] if is_single_prompt else value
         names[name] = key
     try:
-        _check_prompts(settings, files, task.uploads_without_prompt)
+        _check_prompts(settings, files, run)
         priority = _apply_api_fields(api_fields, settings, run, models)
         _apply_shape(api_fields, settings, files, run)
         _apply_size(api_fields, settings)
@@ -277,19 +267,14 @@ def check_prompt(text: Any) -> None:
         raise InputError("prompt", why="has no visible text", remedy="describe the video")
 
 
-def _check_prompts(
-    settings: Mapping[str, Any], files: Mapping[str, bytes], sufficient: Collection[str]
-) -> None:
+def _check_prompts(settings: Mapping[str, Any], files: Mapping[str, bytes], run: Run) -> None:
     """Refuses a request without a prompt; the command line would use an example prompt."""
-    if settings.get("clip_prompts"):
-        prompts = settings["clip_prompts"]
-    elif "prompt" in settings:
-        prompts = [settings["prompt"]]
-    else:
-        uploads = {name.partition("/")[0] for name in files}
-        if sufficient and uploads.issuperset(sufficient):
-            return
-        raise InputError("prompt", why="is missing", remedy="describe the video")
+    prompts = settings.get("clip_prompts") or settings.get("prompt")
+    if not settings.get("clip_prompts") and "prompt" not in settings:
+        sufficient = run.params.task.uploads_without_prompt
+        if not sufficient or not {name.partition("/")[0] for name in files} >= sufficient:
+            check_needed_fields(settings, files, run)
+        return
     for prompt in prompts if isinstance(prompts, list) else [prompts]:
         check_prompt(prompt)
 

@@ -16,14 +16,13 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wan.serve.addresses import Network, is_in_networks, normalize_host, split_host
-from wan.serve.page_routes import PAGE_FILES
+from wan.serve.operations import PATHS_WITHOUT_KEY
 from wan.serve.repeats import RefusedError
 from wan.serve.responses import make_error_response
 from wan.serve.store import StoreError
 from wan.utils.log import logger
 
 _DISCARD_SECONDS = 5.0  # seconds in which the rest of a refused body is read
-_WITHOUT_KEY = ("/", "/health", "/liveness", *(f"/{name}" for name in PAGE_FILES))
 
 
 class Guard:
@@ -111,7 +110,7 @@ class Guard:
         if path not in ("/health", "/liveness") and self._is_busy():
             message = "Too many requests are in progress; try again."
             return RefusedError(message, 503, "busy", retry_after=5)
-        if self._key is not None and path not in _WITHOUT_KEY:
+        if self._key is not None and path not in PATHS_WITHOUT_KEY:
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             token = token.strip() if scheme.lower() == "bearer" else ""
             if not hmac.compare_digest(token.encode(), self._key.encode()):

@@ -61,7 +61,10 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
         select_record_fields(service.files.read_record(job, index))
         for index in range(job.num_completed)
     ]
-    video["data"] = [_make_output_object(job, index, records) for index in range(job.num_outputs)]
+    video["data"] = [
+        _make_output_object(job, index, records, service.root_path)
+        for index in range(job.num_outputs)
+    ]
     if not job.is_ended:
         position, seconds = service.estimates.estimate_end(job)
         seconds_left = None if seconds is None else round(seconds, 1)
@@ -80,13 +83,14 @@ def make_file_name(job: ServiceJob, index: int, suffix: str = ".mp4") -> str:
 
 
 def _make_output_object(
-    job: ServiceJob, index: int, records: Sequence[dict[str, Any]]
+    job: ServiceJob, index: int, records: Sequence[dict[str, Any]], root_path: str
 ) -> dict[str, Any]:
     """Returns the description of one of the videos of a job.
 
     records: The record fields of the complete videos.
     """
     is_complete = index < len(records)
+    path = f"{root_path}/v1/videos/{job.id}/content?index={index}"
     status = "completed" if is_complete else job.state
     if status == "in_progress" and index > len(records):
         status = "queued"
@@ -95,7 +99,7 @@ def _make_output_object(
         "seed": job.seeds[index] if job.seeds else None,
         "status": status,
         "file_name": make_file_name(job, index) if is_complete else None,
-        "url": f"/v1/videos/{job.id}/content?index={index}" if is_complete else None,
+        "url": path if is_complete else None,
         **(records[index] if is_complete else {}),
     }
 

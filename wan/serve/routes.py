@@ -25,6 +25,8 @@ from wan.serve.bodies import read_body
 from wan.serve.events import MAX_LISTENERS, JobEvents
 from wan.serve.journal import ServiceJob
 from wan.serve.metrics import Metrics
+from wan.serve.needed_fields import check_needed_fields
+from wan.serve.operations import OPERATIONS
 from wan.serve.repeats import RefusedError, hash_request
 from wan.serve.responses import (
     make_file_name,
@@ -56,25 +58,27 @@ class Routes:
         self._events = JobEvents(service, partial(make_video_object, service), max_listeners)
 
     def list_routes(self) -> list[Route]:
-        """Returns the Starlette routes."""
-        service, video_route = self._service, "/v1/videos/{id}"
+        """Returns the Starlette routes of all operations."""
+        handlers = page_routes.make_page_handlers(self._service) | {
+            "createVideo": self.create,
+            "createVideoAndWait": self.sync,
+            "generateVideo": self.generations,
+            "listVideos": self.list,
+            "getVideo": self.retrieve,
+            "deleteVideo": self.delete,
+            "getContent": self.content,
+            "getInput": self.input,
+            "streamEvents": self.events,
+            "remixVideo": self.remix,
+            "listModels": self.models,
+            "listLoras": self.loras,
+            "getHealth": self.health,
+            "getLiveness": self.liveness,
+            "getMetrics": self.metrics,
+        }
         return [
-            *page_routes.list_page_routes(service),
-            Route("/health", self.health),
-            Route("/liveness", lambda _: JSONResponse({"status": "ok"})),
-            Route("/metrics", self.metrics),
-            Route("/v1/models", self.models),
-            Route("/v1/loras", self.loras),
-            Route("/v1/videos", self.create, methods=["POST"]),
-            Route("/v1/videos", self.list),
-            Route("/v1/videos/sync", self.sync, methods=["POST"]),
-            Route("/v1/videos/generations", self.generations, methods=["POST"]),
-            Route(video_route, self.retrieve),
-            Route(video_route, self.delete, methods=["DELETE"]),
-            Route(f"{video_route}/content", self.content),
-            Route(f"{video_route}/inputs/{{field}}", self.input),
-            Route(f"{video_route}/events", self.events),
-            Route(f"{video_route}/remix", self.remix, methods=["POST"]),
+            Route(operation.path, handlers[operation.id], methods=[operation.method])
+            for operation in OPERATIONS
         ]
 
     async def create(self, request: Request) -> Response:
@@ -156,18 +160,21 @@ class Routes:
             paths[index],
             media_type="application/octet-stream",
             headers={"X-Content-Type-Options": "nosniff"},
-            filename=f"{job.id}-{paths[index].name}",
+            filename=self._service.files.read_upload_name(job, paths[index]),
             stat_result=status,
         )
 
     async def events(self, request: Request) -> Response:
         """Streams the events of a job until it has ended."""
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        if request.method == "HEAD":
+            self._service.find_job(request.path_params["id"])
+            return Response(headers=headers, media_type="text/event-stream")
         last_id = re.fullmatch(r"\d{1,18}", request.headers.get("last-event-id", ""), re.ASCII)
         number = -1 if last_id is None else int(last_id[0])
         stream = self._events.open_stream(request.path_params["id"], number)
         if stream is None:  # so that browsers do not connect again
             return Response(status_code=204)
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
     async def _send_file(
@@ -326,6 +333,9 @@ class Routes:
         }
         return JSONResponse(answer, 200 if state == "ok" else 503)
 
+    async def liveness(self, _: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
     async def metrics(self, _: Request) -> Response:
         content, media_type = self._metrics.render(self._service)
         return Response(content, media_type=media_type)
@@ -336,6 +346,9 @@ class Routes:
         key = request.headers.get("idempotency-key")
         digest = hash_request(body) if key else ""
         parsed_request = fields.parse_request(body, self._service.startup_run, self._service.models)
+        check_needed_fields(
+            parsed_request.settings, parsed_request.files, self._service.startup_run
+        )
         if parsed_request.num_outputs > max_outputs:
             message = "This route answers with one video; ask for several with POST /v1/videos."
             raise RefusedError(message, param="n")

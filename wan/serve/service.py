@@ -23,13 +23,14 @@ from wan.serve.batches import (
     parse_output_id,
 )
 from wan.serve.estimates import Estimates, describe_planned_memory
-from wan.serve.fields import FIELD_NAMES, FOLDER, ParsedRequest
+from wan.serve.fields import ParsedRequest
 from wan.serve.folders import JOB_ID, remove_orphaned_folders
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.job_files import JobFiles
 from wan.serve.journal import MAX_ATTEMPTS, Journal, ServiceJob
 from wan.serve.journal_file import JournalError
 from wan.serve.loras import LoraCatalog
+from wan.serve.needed_fields import FIELD_NAMES, FOLDER
 from wan.serve.repeats import RefusedError, find_earlier_job, hash_request
 from wan.serve.waiters import Waiters
 from wan.serve.webhook_hosts import NO_HOSTS, WebhookHosts
@@ -74,6 +75,7 @@ class Service:
         models: Names of the model in the HTTP interface; the first is that of responses.
         stopping: Whether the service is stopping and refuses requests.
         background_tasks: Further coroutine functions that run until the service ends.
+        root_path: Precedes the paths of `url` fields and of the page.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class Service:
             model_names: Further names of the model; the last one is its task.
             on_event: Called with each event, its job and its record, for metrics.
         """
-        self.startup_run, self.stopping = run, False
+        self.startup_run, self.stopping, self.root_path = run, False, ""
         self.background_tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self.models = tuple(dict.fromkeys((*model_names, run.setup.preset.task)))
         self.limits, self._replica_name = limits, replica_name
@@ -531,17 +533,14 @@ class Service:
 
     def _make_refusal(self, error: InputError, job: ServiceJob) -> RefusedError:
         """Returns the refusal of a request with field names for uploaded files' paths."""
-        message = str(error)
-        for name in self.files.list_uploads(job):
-            path = str(self.files.upload_path(job, name).absolute())
-            message = message.replace(path, f"the uploaded {job.names.get(name, name)}")
+        message = self.files.describe_refusal(error, job, self.folder_files)
         # A missing input is named where the sentence says what to do.
         settings = re.findall(r"`(\w+)`", f"{error.subject} {error.remedy}")
         setting = next((name for name in settings if name != "task"), None)
         param = setting and job.names.get(setting, FIELD_NAMES.get(setting, setting))
         if param == FOLDER:
-            files = self.folder_files
-            param = next((name for name in files if files[name] in error.why), next(iter(files)))
+            files, text = self.folder_files, f"{error.value} {error.why}"
+            param = next((name for name in files if files[name] in text), next(iter(files)))
         return RefusedError(message, param=param)
 
     async def _delete_old_jobs(self) -> None:

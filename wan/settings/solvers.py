@@ -41,7 +41,7 @@ _FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_sh
 _BELOW_ONE = 0.9990000128746033  # the float32 value of 1 - 1/1000, where training starts
 SOLVERS = {
     "unipc": Solver(
-        "official, multistep (default)",
+        "official, multistep",
         "diffusers:UniPCMultistepScheduler",
         _FLOW,
         start_sigma=_BELOW_ONE,

@@ -65,6 +65,12 @@ def join_with_or(items: Sequence[object]) -> str:
     return f"{', '.join(some)} or {last}" if some else last
 
 
+def join_with_and(items: Sequence[object]) -> str:
+    """Joins items to text such as `0, 1 and 2`."""
+    *some, last = map(str, items)
+    return f"{', '.join(some)} and {last}" if some else last
+
+
 @partial(Reader, metavar="TEXT")
 def read_text_value(name: str, raw: Any) -> str:
     """Reads text that can be encoded in UTF-8."""

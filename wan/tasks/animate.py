@@ -19,6 +19,7 @@ from wan.settings.errors import InputError
 from wan.settings.noise_schedule import count_noise_samples
 from wan.settings.presets import FACE_SIZE, Preset
 from wan.settings.rules import Values
+from wan.settings.values import join_with_and
 from wan.settings.video_options import Size
 from wan.tasks.base import (
     DenoiseInputs,
@@ -28,8 +29,8 @@ from wan.tasks.base import (
     VideoParams,
     check_clip_settings,
     make_noise_sampler,
-    require_input,
 )
+from wan.tasks.needed_inputs import check_needed_inputs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,12 +69,14 @@ class Animate(Task):
     network = "wan.modules.animate:WanAnimateModel"
     diffusers_classes = ("WanAnimatePipeline", "WanAnimateTransformer3DModel")
     upload_names: ClassVar = {Path(name).stem: name for name in ANIMATE_FILES}
+    needed_uploads = tuple(Path(name).stem for name in (_REFERENCE_IMAGE, *_MOTION_VIDEOS.values()))
+    scene_uploads = tuple(Path(name).stem for name in _SCENE_VIDEOS.values())
     uploads_without_prompt: ClassVar = frozenset({"src_root_path"})
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> Inputs:
-        folder, remedy = values.get("src_root_path"), "give it with `src_root_path`"
-        is_complete = folder is not None or not required
-        require_input(preset, "needs a preprocessed folder", remedy, is_complete)
+        if required:
+            check_needed_inputs(preset, values)
+        folder = values.get("src_root_path")
         if folder is None:
             return Inputs()
         return read_animate_folder(folder, bool(values.get("replace_flag")))
@@ -254,7 +257,7 @@ def read_animate_folder(folder: Path, replace_character: bool) -> AnimateInputs:
         raise InputError(setting, folder, why, f"give a folder with {_list_file_names(names)}")
     missing = [name for name in (_REFERENCE_IMAGE, *names.values()) if not (folder / name).exists()]
     if missing:
-        why = f"lacks {_join_with_and(missing)}"
+        why = f"lacks {join_with_and(missing)}"
         condition = " with `replace_flag`" if replace_character else ""
         remedy = f"{_REMEDY};{condition} the folder must contain {_list_file_names(names)}"
         raise InputError(setting, folder, why, remedy)
@@ -283,12 +286,7 @@ def read_animate_folder(folder: Path, replace_character: bool) -> AnimateInputs:
 
 
 def _list_file_names(names: Mapping[str, str]) -> str:
-    return _join_with_and([_REFERENCE_IMAGE, *names.values()])
-
-
-def _join_with_and(names: Sequence[str]) -> str:
-    *first_names, last = names
-    return f"{', '.join(first_names)} and {last}" if first_names else last
+    return join_with_and([_REFERENCE_IMAGE, *names.values()])
 
 
 def _check_pose_size(pose: VideoFile) -> None:

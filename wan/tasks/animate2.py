@@ -40,8 +40,8 @@ from wan.tasks.base import (
     check_clip_settings,
     check_nonzero_size,
     make_noise_sampler,
-    require_input,
 )
+from wan.tasks.needed_inputs import check_needed_inputs
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
@@ -81,16 +81,13 @@ class Animate2(Animate):
     runs_in_lockstep = False
     diffusers_classes = ("WanAnimate2ModularPipeline", "WanAnimate2Transformer3DModel")
     upload_names: ClassVar = {}
+    needed_uploads = scene_uploads = ()
     uploads_without_prompt: ClassVar = frozenset({"image", "src_video"})
     fixed_prompts = (REFERENCE_PROMPT,)
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> Animate2Inputs:
-        for name, problem in (
-            ("image", "needs an image of the character"),
-            ("src_video", "needs a driving video"),
-        ):
-            is_present = name in values or not required
-            require_input(preset, problem, f"give one with `{name}`", is_present)
+        if required:
+            check_needed_inputs(preset, values)
         path, image = values.get("src_video"), images.read_image_setting(values, "image")
         if path is None:
             return Animate2Inputs(image=image)

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from wan.media import images
 from wan.media.video_reader import FrameReader, VideoFile, read_frames_at, read_video
 from wan.settings.errors import InputError
-from wan.settings.fields import list_options
 from wan.settings.presets import Preset
 from wan.settings.rules import Values
-from wan.settings.video_options import MAX_REFERENCE_IMAGES, Size, VaceOptions
+from wan.settings.video_options import MAX_REFERENCE_IMAGES, Size
 from wan.tasks.base import (
     DenoiseInputs,
     Encoders,
@@ -25,8 +24,8 @@ from wan.tasks.base import (
     Inputs,
     Task,
     VideoParams,
-    require_input,
 )
+from wan.tasks.needed_inputs import check_needed_inputs
 from wan.tasks.video2video import (
     SourceInputs,
     check_source_fps,
@@ -67,9 +66,8 @@ class Vace(Task):
     diffusers_classes = ("WanVACEPipeline", "WanVACETransformer3DModel")
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> VaceInputs:
-        has_input = any(values.get(name) for name in list_options(VaceOptions))
-        remedy = "give `src_video`, `src_ref_images` or both"
-        require_input(preset, "needs an input", remedy, has_input or not required)
+        if required:
+            check_needed_inputs(preset, values)
         video, mask = values.get("src_video"), values.get("src_mask")
         return read_vace_files(video, mask, values.get("src_ref_images", ()))
 
