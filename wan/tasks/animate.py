@@ -191,6 +191,7 @@ class AnimateClips:
         self._reference = torch.cat((torch.ones_like(latents[:4]), latents))
         black = torch.full((1, 3, 1, 1, 1), -1.0, device=latents.device)
         self._black_faces = black.expand(-1, -1, params.frame_num, FACE_SIZE, FACE_SIZE)
+        self._last_frames: Tensor | None = None
 
     def prepare_clip(self, index: int, state: Tensor | None) -> tuple[VideoParams, DenoiseInputs]:
         import torch
@@ -223,16 +224,21 @@ class AnimateClips:
         return latents_Zfhw[:, 1:]
 
     def trim_frames(self, index: int, frames_3FHW: Tensor) -> Tensor:
-        new_frames = frames_3FHW[:, self._params.refert_num if index else 0 :]
+        """Returns the clip's own frames, and keeps the last ones of all for `make_state`.
+
+        A clip may have fewer own frames than it shares with the next one.
+        """
+        num_overlap_frames = self._params.refert_num or 0
+        self._last_frames = frames_3FHW[:, -num_overlap_frames:].float().contiguous()
+        new_frames = frames_3FHW[:, num_overlap_frames if index else 0 :]
         return new_frames[:, : self._params.count_clip_frames(index)]
 
     def make_state(self, latents_Zfhw: Tensor, frames_3FHW: Tensor | None) -> Tensor:
-        """Returns the last `refert_num` frames, [3,F,H,W]."""
-        count = self._params.refert_num or 0
+        """Returns the last `refert_num` frames of the untrimmed clip, [3,F,H,W]."""
 
         def get_last_frames() -> Tensor:
-            assert frames_3FHW is not None, "the main rank has them"
-            return frames_3FHW[:, -count:].float().clamp(-1, 1).contiguous()
+            assert self._last_frames is not None, "the main rank has them"
+            return self._last_frames
 
         return self._encoders.run_on_rank0(get_last_frames).cpu()
 
