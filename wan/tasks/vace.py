@@ -187,8 +187,9 @@ def _read_mask_video(path: Path, video: VideoFile) -> VideoFile:
 def make_vace_context(params: VideoParams, vace_inputs: VaceInputs, encode: EncodeVideo) -> Tensor:
     """Returns the VACE context, float32 [96,f,h,w]: inactive latents, reactive latents, mask.
 
-    The latent frames of the reference images precede those of the video, the last image first, as
-    in diffusers. Without a source video all frames are gray and reactive.
+    The latent frames of the reference images precede those of the video, in the order of the list,
+    as in the official code; diffusers reverses them. Without a source video all frames are gray and
+    reactive.
     """
     import torch
 
@@ -210,11 +211,12 @@ def make_vace_context(params: VideoParams, vace_inputs: VaceInputs, encode: Enco
         del video, is_reactive_FHW
     mask_channels = fold_mask_to_vace_channels(mask_FHW, inactive.shape[1:]).to(inactive.device)
     context = torch.cat((inactive, reactive, mask_channels))
+    reference_frames = []
     for image in vace_inputs.reference_images:
         latent = encode(paste_image_on_canvas(image, size)).to(inactive.device)
         zeros = torch.zeros(len(context) - len(latent), *latent.shape[1:], device=inactive.device)
-        context = torch.cat((torch.cat((latent, zeros)), context), dim=1)
-    return context
+        reference_frames.append(torch.cat((latent, zeros)))
+    return torch.cat((*reference_frames, context), dim=1)
 
 
 def fold_mask_to_vace_channels(mask_FHW: Tensor, latents_fhw: torch.Size) -> Tensor:
