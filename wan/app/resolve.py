@@ -205,15 +205,15 @@ def resolve_run(
         inputs = task.read_inputs(preset, values, required=require_inputs and not plan)
     folder, is_demo = _find_checkpoint_folder(values, preset)
     checkpoint: Checkpoint | None = None
+    files = build_from_values(NetworkFiles, values)
     if is_demo and (plan or not folder.is_dir()):
-        checkpoint = make_reference_checkpoint(preset)
+        checkpoint = make_reference_checkpoint(preset, files)
         if not plan:  # refuse before the demo is written
             setup, _ = make_setup(values, preset, checkpoint, world_size)
             make_params(setup, values, inputs.source_size)
             make_demo(preset.task, folder)
             checkpoint = None
     if checkpoint is None:
-        files = build_from_values(NetworkFiles, values)
         candidates = [PRESETS[key] for key in (name, TASK_ALIASES.get(name, "")) if key in PRESETS]
         checkpoint = inspect_folder(folder, files, tuple(candidates))
     preset = _choose_preset(name, preset, checkpoint)
@@ -231,7 +231,7 @@ def resolve_run(
         setup, video_values, inputs.source_size, defaults, inputs.loras
     )
     check_latents_shape(values.get("fixed_latents"), params.latent_shape)
-    if not plan:
+    if checkpoint.folder is not None:
         _require_components(checkpoint, preset, inputs, decodes_only)
     file_name, fps = make_video_file_name(name, params), task.choose_fps(params, inputs, defaults)
     output = build_from_values(Output, {"save_file": Path(file_name), "fps": fps, **values})
