@@ -238,7 +238,10 @@ def test_clips_of_a_character(replaces: bool, overlap: int, length: int) -> None
             (torch.ones(4, 1, 6, 8), encode_by_averages(padded_reference[:, None]))
         )
         y = torch.cat((reference, torch.cat((folded, encode_by_averages(known_frames)))), dim=1)
-        faces = {"cond": clip_inputs["face"], "uncond": torch.tensor(-1.0).expand(3, length, 512, 512)}
+        faces = {
+            "cond": clip_inputs["face"],
+            "uncond": torch.tensor(-1.0).expand(3, length, 512, 512),
+        }
         for (branch, face), text in zip(faces.items(), TEXTS, strict=True):
             for kwargs in pipeline.of_clip(index, branch):
                 assert kwargs["context"][0] is text

@@ -180,9 +180,7 @@ def _list_component_files(folder: Path) -> list[Path]:
     return [path for suffix in suffixes for path in folder.glob(f"*{suffix}")]
 
 
-def make_reference_checkpoint(
-    preset: Preset, network_files: NetworkFiles = NO_FILES
-) -> Checkpoint:
+def make_reference_checkpoint(preset: Preset, network_files: NetworkFiles = NO_FILES) -> Checkpoint:
     """Returns a checkpoint without a folder that has the configuration of a task's published DiTs.
 
     Args:

@@ -118,15 +118,17 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
         if previous is not None and previous.pipe is None:
             raise InputError("The network is parallelised alone; call parallelize_pipe instead.")
         if previous is None:
-            session = Session(_get_networks(pipe), pipe, values, world_size=1)
+            session = Session(_get_networks(pipe), pipe, values, world_size=1, caches_only=True)
         else:
             values = {
                 key: setting for key, setting in previous.values.items() if key not in CACHE_FLAGS
             } | values
             world = previous.setup.parallel.world_size
-            session = Session(previous.networks, pipe, values, world, previous.groups)
+            caches_only = previous.caches_only
+            session = Session(previous.networks, pipe, values, world, previous.groups, caches_only)
             hooks.detach_hooks(previous.networks)
-        hooks.attach_hooks(session)
+        if session.setup.policy is not None or not session.caches_only:
+            hooks.attach_hooks(session)
     return pipe
 
 

@@ -71,6 +71,7 @@ class Session:
         values: dict[str, Any],
         world_size: int,
         groups: ParallelGroups | None = None,
+        caches_only: bool = False,
     ) -> None:
         """Checks the settings and builds attention, token shard and caches.
 
@@ -79,8 +80,10 @@ class Session:
             values: Parsed settings.
             world_size: Ranks that share each video.
             groups: Existing groups of these ranks; None: they are made.
+            caches_only: Without a step cache there is nothing to attach.
         """
         self.networks, self.pipe, self.values = networks, pipe, values
+        self.caches_only = caches_only
         self.loop = None if pipe is None else make_denoise_loop(pipe)
         network = next(iter(networks.values()))
         self.setup, notices = _make_session_setup(networks, values, world_size)
