@@ -372,6 +372,13 @@ def test_an_aborted_video_leaves_nothing(video: Video, pipe: Any) -> None:
     assert session is not None
 
 
+def test_a_video_longer_than_the_training(
+    video: Video, pipe: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    replace(video, size=(16, 16), frames=85).latents(parallelize_pipe(pipe))
+    assert sum(text.startswith("85 frames are more than the 81") for text in caplog.messages) == 1
+
+
 def test_a_pipeline_in_bfloat16_may_cache_guidance(video: Video, pipe: Any) -> None:
     steps = replace(video, steps=12)
     latents = steps.latents(apply_cache_on_pipe(pipe.to(torch.bfloat16), "cfg"))

@@ -408,6 +408,8 @@ def make_params(
     recipes.check_svi_loras(params.chain, lora_files)
     lora_notices = lora.iter_lora_notices(loras, setup.preset.kind, bool(recipe_names))
     notices = (*recipes.make_recipe_notices(recipe_names, params, bool(lora_files)), *lora_notices)
+    if "svi-2-pro" not in recipe_names:  # whose own notice is about shorter clips, too
+        notices += make_length_notices(setup, params)
     return params, (*notices, *setup.check_params(params, values))
 
 
@@ -490,6 +492,25 @@ def make_demo_size_notices(params: VideoParams, folder: Path | None) -> list[str
         return []
     size, trained_size = f"{video_width}*{video_height}", f"{width}*{height}"
     return [f"{size} is not a size the demo was trained on ({trained_size})."]
+
+
+def make_length_notices(setup: Setup, params: VideoParams) -> tuple[str, ...]:
+    """Returns a notice if a video, or its clips, are longer than those of the training.
+
+    The published default is the length on which the networks were trained, unless a checkpoint's
+    generation_config.json has a larger one.
+    """
+    name = "frame_num" if params.infer_frames is None else "infer_frames"
+    frames, longest = getattr(params, name), getattr(params.preset, name)
+    if (folder := setup.checkpoint.folder) is not None:
+        longest = max(longest, read_generation_config(folder).get(name, 0))
+    if frames <= longest:
+        return ()
+    unit = "frames a clip" if params.has_clips else "frames"
+    return (
+        f"{frames} {unit} are more than the {longest} that the network was trained on: the first "
+        "ones may flash, and motion may repeat or stop.",
+    )
 
 
 def make_random_checkpoint(run_once: RunOncePerNode, task: str, folder: Path) -> None:

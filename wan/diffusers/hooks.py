@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Sequence
 from itertools import islice
 from math import prod
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -69,7 +68,7 @@ def _remove_unused_registry(module: Any) -> None:
     if registry is None or registry.hooks:
         return
     delattr(module, _REGISTRY)
-    if vars(module).get("forward") == MethodType(type(module).forward, module):
+    if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
         del module.forward
 
 

@@ -21,7 +21,7 @@ from diffusers import (
 from torch import Tensor
 
 from wan import device as devices
-from wan.app.resolve import make_setup
+from wan.app.resolve import make_length_notices, make_setup
 from wan.cache.tea import compute_embedding_changes
 from wan.checkpoint.config import KINDS, DitConfig
 from wan.checkpoint.layout import Checkpoint, DitFiles, make_reference_checkpoint
@@ -135,7 +135,8 @@ class Session:
                     "on each, and with generators of the same seed."
                 )
         with name_settings(DIFFUSERS_NAMING):
-            for notice in self.setup.check_params(params):
+            notices = make_length_notices(self.setup, params)
+            for notice in (*notices, *self.setup.check_params(params)):
                 logger.warning(DIFFUSERS_NAMING.render(notice))
         self.caches.start_video(params)
         self._is_running = True
