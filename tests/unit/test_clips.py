@@ -27,6 +27,7 @@ from wan.tasks import speech2video
 from wan.tasks.animate import AnimateInputs, letterbox_image, make_ping_pong_indices
 from wan.tasks.animate import count_overlapping_clips as count_clips
 from wan.tasks.base import Clip, Inputs, VideoParams, make_video_params
+from wan.tasks.image2video import ChainedClips
 from wan.tasks.speech2video import PoseVideo
 from wan.utils.log import StageTimer
 
@@ -259,9 +260,17 @@ def test_clips_of_a_character(replaces: bool, overlap: int, length: int) -> None
     assert_resumes(pipeline, all_clips, request, animate_inputs)
 
 
+def select_latents(maker: ChainedClips, index: int, latents: Tensor) -> Tensor:
+    """Stands for a task that does not decode the latents as they are."""
+    return latents * (index + 2)
+
+
 @pytest.mark.parametrize("failed", [False, True])
-def test_all_ranks_decode_again_what_the_main_rank_could_not(failed: bool) -> None:
+def test_all_ranks_decode_again_what_the_main_rank_could_not(
+    failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that decodes nothing in the background hears of the failure, and takes part."""
+    monkeypatch.setattr(ChainedClips, "select_latents", select_latents)
     values = {**SAMPLING, "chain": "latent", "num_clip": 2, "frame_num": 5, "max_area": 64 * 48}
     request = make_video_params(PRESETS["i2v-A14B"], values, (64, 48))
     pipeline: Any = FakePipeline()
@@ -269,7 +278,7 @@ def test_all_ranks_decode_again_what_the_main_rank_could_not(failed: bool) -> No
     pipeline.work_sharing = WorkSharing(run_on_rank0=lambda _: torch.tensor([float(failed)]))
     first, last = generate_clips(pipeline, request, Inputs(image=picture(64, 48)))
     decoded = [latents for latents, _ in pipeline.decoded]
-    expected = [first.latents, last.latents] if failed else [last.latents]
+    expected = [2 * first.latents, 3 * last.latents] if failed else [3 * last.latents]
     assert len(decoded) == len(expected) and all(map(torch.equal, decoded, expected))
 
 
@@ -285,16 +294,21 @@ def test_a_long_video_may_go_on_after_its_last_clip(chain: str) -> None:
     assert torch.equal(*states)
 
 
-def test_a_failure_waits_for_the_clip_that_is_decoded_meanwhile() -> None:
+def test_a_failure_waits_for_the_clip_that_is_decoded_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The next attempt may need the VAE."""
+    monkeypatch.setattr(ChainedClips, "select_latents", select_latents)
     values = {**SAMPLING, "chain": "latent", "num_clip": 2, "frame_num": 5, "max_area": 64 * 48}
     request = make_video_params(PRESETS["i2v-A14B"], values, (64, 48))
     pipeline: Any = FakePipeline()
     pipeline.is_main = pipeline.overlap_decoding = True
     pipeline.device = SimpleNamespace(torch_device=pipeline.torch_device)
     failed, decoded = Event(), Event()
+    all_latents = list[Tensor]()  # those of the clip, then those that are decoded
 
-    def decode_alone(*_: object) -> None:
+    def decode_alone(latents: Tensor, _: object) -> None:
+        all_latents.append(latents)
         failed.wait(10)
         time.sleep(0.02)
         decoded.set()
@@ -303,12 +317,13 @@ def test_a_failure_waits_for_the_clip_that_is_decoded_meanwhile() -> None:
         if pipeline.calls:
             failed.set()
             raise MemoryError
-        return loop.advance(pipeline)
+        all_latents.append(loop.advance(pipeline))
+        return all_latents[0]
 
     pipeline.vae_runner, pipeline.denoise = SimpleNamespace(decode_alone=decode_alone), denoise
     with pytest.raises(MemoryError):
         list(generate_clips(pipeline, request, Inputs(image=picture(64, 48))))
-    assert decoded.is_set()
+    assert decoded.is_set() and torch.equal(all_latents[1], 2 * all_latents[0])
 
 
 def test_frames_past_the_end_of_a_video() -> None:
