@@ -30,7 +30,7 @@ from torch import nn
 
 from wan.diffusers import hooks
 from wan.diffusers.denoise_loop import ANIMATE2_PIPELINES, PIPELINES
-from wan.diffusers.session import NETWORKS, Network, Networks, Session
+from wan.diffusers.session import NETWORKS, Networks, Session, TransformerModel
 from wan.distributed import mesh
 from wan.settings.attention import Attention
 from wan.settings.execution import Execution
@@ -41,7 +41,7 @@ from wan.settings.step_cache import StepCache
 from wan.utils.log import logger
 
 Pipe = TypeVar("Pipe")
-Transformer = TypeVar("Transformer", bound=Network)
+Transformer = TypeVar("Transformer", bound=TransformerModel)
 
 CACHE_FLAGS = frozenset(list_options(StepCache))
 KEYWORDS = frozenset(

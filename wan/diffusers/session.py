@@ -44,10 +44,10 @@ from wan.utils.log import logger
 
 NETWORKS = (WanTransformer3DModel, WanVACETransformer3DModel, WanAnimateTransformer3DModel)
 """The supported classes."""
-Network: TypeAlias = (
+TransformerModel: TypeAlias = (
     WanTransformer3DModel | WanVACETransformer3DModel | WanAnimateTransformer3DModel
 )
-Networks = Mapping[str, Network]
+Networks = Mapping[str, TransformerModel]
 """Expert -> its network."""
 _KIND_OF_NETWORK = {WanVACETransformer3DModel: "vace", WanAnimateTransformer3DModel: "animate"}
 _PRECISIONS = {dtype: name for name, dtype in build.DTYPES.items()}
