@@ -22,6 +22,7 @@ from wan.media.audio import Audio
 from wan.modules import audio_encoder as sound
 from wan.pipeline.clips import generate_clips
 from wan.pipeline.pipeline import WorkSharing
+from wan.settings.errors import FileChangedError
 from wan.settings.presets import PRESETS
 from wan.tasks import speech2video
 from wan.tasks.animate import AnimateInputs, letterbox_image, make_ping_pong_indices
@@ -257,6 +258,9 @@ def test_clips_of_a_character(replaces: bool, overlap: int, length: int) -> None
         last = 23 - start - overlap if index + 1 == count else length
         assert clip.frames is not None and torch.equal(clip.frames, frames[:, :last])
     assert sum(clip.frames.shape[1] for clip in all_clips) == 23
+    stored: Any = {"num_clips_done": 1, "clip_state": torch.zeros(3, overlap - 1, 48, 64)}
+    with pytest.raises(FileChangedError, match=f"{overlap - 1} frames"):
+        next(generate_clips(pipeline, request, replace(animate_inputs, **stored)))  # type: ignore[arg-type]
     assert_resumes(pipeline, all_clips, request, animate_inputs)
 
 

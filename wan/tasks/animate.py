@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from wan.media import images
 from wan.media.video_reader import FrameReader, VideoFile, read_frames_at, read_video
-from wan.settings.errors import InputError
+from wan.settings.errors import FileChangedError, InputError
 from wan.settings.noise_schedule import count_noise_samples
 from wan.settings.presets import FACE_SIZE, Preset
 from wan.settings.rules import Values
@@ -391,6 +391,11 @@ def make_known_frames(
         known_mask = 1 - masks[:, :: height // rows, :: width // columns]
     if previous_frames is not None:
         num_overlap_frames = previous_frames.shape[1]
+        if num_overlap_frames != params.refert_num:  # stored by a version that kept fewer
+            raise FileChangedError(
+                f"The last stored clip holds {num_overlap_frames} frames for the next one instead "
+                f"of {params.refert_num}; remove the folder of clips and start again."
+            )
         frames[:, :num_overlap_frames] = previous_frames.to(frames.device)
         known_mask[:num_overlap_frames] = 1
     return frames, fold_mask_to_latent(known_mask)
