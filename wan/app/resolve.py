@@ -500,7 +500,7 @@ def make_length_notices(setup: Setup, params: VideoParams) -> tuple[str, ...]:
     The published default is the length on which the networks were trained, unless a checkpoint's
     generation_config.json has a larger one.
     """
-    name = "frame_num" if params.infer_frames is None else "infer_frames"
+    name = "frame_num" if params.preset.infer_frames is None else "infer_frames"
     frames, longest = getattr(params, name), getattr(params.preset, name)
     if (folder := setup.checkpoint.folder) is not None:
         longest = max(longest, read_generation_config(folder).get(name, 0))

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from wan.checkpoint.config import (
     KINDS,
@@ -188,7 +189,7 @@ def make_reference_checkpoint(preset: Preset, network_files: NetworkFiles = NO_F
     """
     files = DitFiles(Path(preset.folder), make_reference_dit_config(preset), {})
     explicit_paths = {name: getattr(network_files, name, None) for name in ("vae", *_STEMS)}
-    components = {
+    components: dict[str, Any] = {
         name: _check_explicit_component(name, path, preset)
         for name, path in explicit_paths.items()
         if path is not None
