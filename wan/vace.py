@@ -50,7 +50,8 @@ class WanVace(Generator):
         Args:
             input_prompt: Description of the video.
             src_video: A video to edit, or a control video (depth, pose, ...).
-            src_mask: A mask video of the same size and length, white where pixels are generated.
+            src_mask: A mask video of the same size and length, or an image for all frames; white
+                where pixels are generated.
             src_ref_images: A reference image or a list; each like `img` of `WanI2V.generate`.
             size: (width, height) in pixels; with `src_video` only its area is used.
             frame_num: 4n+1; by default at most the number of frames of `src_video`.

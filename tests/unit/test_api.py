@@ -17,11 +17,13 @@ import torch
 import wan
 from tests.conftest import slow
 from tests.dist import REPO
+from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from tools.quantize_dit import quantize_checkpoint
 from wan.configs import MAX_AREA_CONFIGS, SIZE_CONFIGS, SUPPORTED_SIZES, WAN_CONFIGS
 from wan.media.video_reader import read_video
 from wan.settings.flags import FLAGS
+from wan.settings.presets import PRESETS
 
 QUICK: dict[str, Any] = {"frame_num": 1, "sampling_steps": 2, "seed": 7}
 SMALL: dict[str, Any] = {"size": (64, 32), **QUICK}
@@ -240,6 +242,27 @@ def test_the_demo_has_a_notice_about_its_size(caplog: pytest.LogCaptureFixture) 
     model.generate_many(["a star"])
     (notice,) = [message for message in caplog.messages if "trained" in message]
     assert notice == "1280*720 is not a size the demo was trained on (64*64)."
+
+
+TRAINED_FRAMES = {"ti2v-5B": 121, "animate-14B": 77, "s2v-14B": 80}  # published; others have 81
+
+
+def test_videos_longer_than_the_training_have_a_notice(
+    tiny: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for task in PRESETS:
+        longest = TRAINED_FRAMES.get(task, 81)
+        name = "--infer_frames" if task == "s2v-14B" else "--frame_num"
+        for frames, count in ((longest, 0), (longest + 4, 1)):
+            notices = resolve_plan("--task", task, name, frames).notices
+            notices = [notice for notice in notices if "frames" in notice and "trained" in notice]
+            assert len(notices) == count, (task, frames, notices)
+            assert all(f"{frames} " in x and f" {longest} " in x for x in notices), notices
+    model = wan.WanT2V("t2v-1.3B", tiny("t2v-1.3B"))
+    for frames in (81, 85):  # checked, but not generated
+        model.generate_many(["a star"], size=(32, 32), frame_num=frames)
+    (notice,) = [text for text in caplog.messages if "frames" in text]
+    assert notice.startswith("85 frames are more than the 81 that the network was trained on")
 
 
 def test_a_video_is_saved(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from wan.media.video_reader import count_stored_frames
 from wan.settings import noise_schedule
 from wan.settings.command import Output
 from wan.settings.errors import NotFiniteError
-from wan.utils import log, system, trace
+from wan.utils import env, log, system, trace
 from wan.utils.files import (
     LATENTS_KIND,
     PREVIEW_KIND,
@@ -147,6 +147,13 @@ class VideoJob:
                 num_steps_done,
                 error.strerror or error,
             )
+
+    def log_notices(self, name: str, logged: set[str]) -> None:
+        """Logs the notices about the video that are not in `logged`, and adds them to it."""
+        for notice in self.run.notices:
+            if notice not in logged:
+                logger.warning("%s: %s", name, env.make_flag_naming().render(notice))
+            logged.add(notice)
 
     def extend_prompt(self) -> None:
         """Extends the prompt on the main rank, if enabled, and broadcasts it."""

@@ -40,6 +40,16 @@ def execute_run(
     return execute(resolve_settings(read_user_settings(), require_inputs=require_inputs), None)
 
 
+def resolve_plan(user_settings: Values) -> Run:
+    """Resolves settings to a run that is only planned; refuses the files that a run refuses."""
+    run = resolve_settings(user_settings, plan=True)
+    load_torch()
+    from wan.pipeline import build
+
+    build.check_network_files(run.setup)
+    return run
+
+
 @system.sample_peak_memory()
 def generate_videos(run: Run, groups: ParallelGroups | None = None) -> int:
     """Generates the videos of a run; the main rank writes them.

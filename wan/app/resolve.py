@@ -205,15 +205,15 @@ def resolve_run(
         inputs = task.read_inputs(preset, values, required=require_inputs and not plan)
     folder, is_demo = _find_checkpoint_folder(values, preset)
     checkpoint: Checkpoint | None = None
+    files = build_from_values(NetworkFiles, values)
     if is_demo and (plan or not folder.is_dir()):
-        checkpoint = make_reference_checkpoint(preset)
+        checkpoint = make_reference_checkpoint(preset, files)
         if not plan:  # refuse before the demo is written
             setup, _ = make_setup(values, preset, checkpoint, world_size)
             make_params(setup, values, inputs.source_size)
             make_demo(preset.task, folder)
             checkpoint = None
     if checkpoint is None:
-        files = build_from_values(NetworkFiles, values)
         candidates = [PRESETS[key] for key in (name, TASK_ALIASES.get(name, "")) if key in PRESETS]
         checkpoint = inspect_folder(folder, files, tuple(candidates))
     preset = _choose_preset(name, preset, checkpoint)
@@ -231,7 +231,7 @@ def resolve_run(
         setup, video_values, inputs.source_size, defaults, inputs.loras
     )
     check_latents_shape(values.get("fixed_latents"), params.latent_shape)
-    if not plan:
+    if checkpoint.folder is not None:
         _require_components(checkpoint, preset, inputs, decodes_only)
     file_name, fps = make_video_file_name(name, params), task.choose_fps(params, inputs, defaults)
     output = build_from_values(Output, {"save_file": Path(file_name), "fps": fps, **values})
@@ -408,6 +408,8 @@ def make_params(
     recipes.check_svi_loras(params.chain, lora_files)
     lora_notices = lora.iter_lora_notices(loras, setup.preset.kind, bool(recipe_names))
     notices = (*recipes.make_recipe_notices(recipe_names, params, bool(lora_files)), *lora_notices)
+    if "svi-2-pro" not in recipe_names:  # whose own notice is about shorter clips, too
+        notices += make_length_notices(setup, params)
     return params, (*notices, *setup.check_params(params, values))
 
 
@@ -500,6 +502,25 @@ def make_demo_size_notices(params: VideoParams, folder: Path | None) -> list[str
         return []
     size, trained_size = f"{video_width}*{video_height}", f"{width}*{height}"
     return [f"{size} is not a size the demo was trained on ({trained_size})."]
+
+
+def make_length_notices(setup: Setup, params: VideoParams) -> tuple[str, ...]:
+    """Returns a notice if a video, or its clips, are longer than those of the training.
+
+    The published default is the length on which the networks were trained, unless a checkpoint's
+    generation_config.json has a larger one.
+    """
+    name = "frame_num" if params.preset.infer_frames is None else "infer_frames"
+    frames, longest = getattr(params, name), getattr(params.preset, name)
+    if (folder := setup.checkpoint.folder) is not None:
+        longest = max(longest, read_generation_config(folder).get(name, 0))
+    if frames <= longest:
+        return ()
+    unit = "frames a clip" if params.has_clips else "frames"
+    return (
+        f"{frames} {unit} are more than the {longest} that the network was trained on: the first "
+        "ones may flash, and motion may repeat or stop.",
+    )
 
 
 def make_random_checkpoint(run_once: RunOncePerNode, task: str, folder: Path) -> None:

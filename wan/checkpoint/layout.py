@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from wan.checkpoint.config import (
     KINDS,
@@ -180,10 +181,21 @@ def _list_component_files(folder: Path) -> list[Path]:
     return [path for suffix in suffixes for path in folder.glob(f"*{suffix}")]
 
 
-def make_reference_checkpoint(preset: Preset) -> Checkpoint:
-    """Returns a checkpoint without files that has the configuration of a task's published DiTs."""
+def make_reference_checkpoint(preset: Preset, network_files: NetworkFiles = NO_FILES) -> Checkpoint:
+    """Returns a checkpoint without a folder that has the configuration of a task's published DiTs.
+
+    Args:
+        network_files: Files of other networks than DiTs, which are checked.
+    """
     files = DitFiles(Path(preset.folder), make_reference_dit_config(preset), {})
-    return Checkpoint(None, "official", preset.kind, dict.fromkeys(preset.experts, files))
+    explicit_paths = {name: getattr(network_files, name, None) for name in ("vae", *_STEMS)}
+    components: dict[str, Any] = {
+        name: _check_explicit_component(name, path, preset)
+        for name, path in explicit_paths.items()
+        if path is not None
+    }
+    experts = dict.fromkeys(preset.experts, files)
+    return Checkpoint(None, "official", preset.kind, experts, **components)
 
 
 def inspect_checkpoint(

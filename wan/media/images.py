@@ -83,6 +83,29 @@ def read_image(path: Path, setting: str = "image") -> Image.Image:
         return _convert_to_rgb(image, image_setting)
 
 
+def is_still_image(path: Path) -> bool:
+    """Returns whether a file is an image in one of `FORMATS`, intact or not, and no animation."""
+    from PIL import Image
+
+    if not path.is_file():
+        return False
+    try:
+        with warnings.catch_warnings(), path.open("rb") as file:
+            warnings.simplefilter("ignore")
+            with Image.open(file, formats=[n for n in FORMATS if n in Image.OPEN]) as image:
+                return image.format in ("MPO", "TIFF") or getattr(image, "n_frames", 1) == 1
+    except Exception:  # its type depends on the damage
+        return False
+
+
+def convert_to_luma(frames_FHW3: np.ndarray) -> np.ndarray:
+    """Converts frames, uint8 [F,H,W,3], to luma, [F,H,W] (Rec. 601); gray stays the same."""
+    import numpy as np
+    from PIL import Image
+
+    return np.stack([np.asarray(Image.fromarray(frame).convert("L")) for frame in frames_FHW3])
+
+
 def convert_to_image(value: object, setting: str = "image") -> Image.Image:
     """Converts a Python value to an RGB image, with the rules of `read_image`.
 

@@ -176,6 +176,24 @@ def build_pipeline(
     )
 
 
+def check_network_files(setup: Setup) -> None:
+    """Refuses files that do not fit their networks, as the start of a run does; reads no weight.
+
+    Networks without files, of which a plan has the published sizes, are not checked.
+    """
+    if setup.quantized_dit is not None and setup.attention.fp8:
+        load_rotations(setup.quantized_dit)
+    device = Device(torch.device("meta"), memory_estimate.find_planned_capabilities(setup))
+    NetworkLoader(
+        setup=setup,
+        offload_manager=OffloadManager(device, None, lambda _: 0),
+        groups=None,
+        compute_dtype=torch.float32,
+        encoder_dtype=torch.float32,
+        make_components=lambda _: ModelComponents(),
+    )
+
+
 def describe_dense_kernel(setup: Setup, device: Device) -> str:
     """Names the dense attention kernel; raises InputError if this device cannot run it."""
     dtype = DTYPES[setup.execution.get_dit_precision(device.type)]
@@ -274,6 +292,7 @@ class NetworkLoader:
                 files.folder,
             )
             for name, files in ckpt.experts.items()
+            if files.tensors
         }
         for dit in self._dit_specs.values():
             dit.check()

@@ -83,6 +83,8 @@ class _BackgroundDecode:
         """Starts decoding."""
         self._pipeline, self._maker, self._index = pipeline, maker, index
         self._latents, self._state = latents, state
+        # Selected now: the maker changes with the next clip.
+        self._selected_latents = maker.select_latents(index, latents)
         self._future: Future[Tensor] | None = None
         if pipeline.is_main:
             executor = ThreadPoolExecutor(1, "decoding")
@@ -92,7 +94,7 @@ class _BackgroundDecode:
     def _decode(self) -> Tensor:
         pipeline, collected = self._pipeline, FrameCollector(torch.device("cpu"))
         with use_side_stream(pipeline.device.torch_device), pipeline.stage_timer("decoding"):
-            pipeline.vae_runner.decode_alone(self._latents, collected)
+            pipeline.vae_runner.decode_alone(self._selected_latents, collected)
         return collected.video
 
     def wait(self) -> None:
@@ -111,7 +113,7 @@ class _BackgroundDecode:
                 failed = True
                 logger.warning("A clip is decoded again, without overlap (%s).", error)
         if bool(self._pipeline.work_sharing.run_on_rank0(lambda: torch.tensor([float(failed)]))):
-            frames = self._pipeline.decode(self._latents)
+            frames = self._pipeline.decode(self._selected_latents)
         else:
             self._pipeline.release(self._pipeline.vae)
         new_frames = None if frames is None else self._maker.trim_frames(self._index, frames)

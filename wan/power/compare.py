@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wan.app import launch, resolve
+from wan.app import launch
 from wan.app.flag_parser import Parser, parse_flags
 from wan.app.run import Run
 from wan.metering import exchange_order
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         if name in user_settings:
             raise InputError(f"`{name}`", None, "cannot be used in a comparison", "drop it")
     if options.plan is not None:
-        return _print_comparison_plan(options, resolve.resolve_settings(user_settings, plan=True))
+        return _print_comparison_plan(options, launch.resolve_plan(user_settings))
     if env.world_size() == 1:
         raise InputError(
             "One process",

@@ -126,6 +126,7 @@ class RankWorker:
         team: ParallelGroups | None,
         link: FrontLink,
         max_cached_prompts: int,
+        notices: Sequence[str] = (),
     ) -> None:
         """Prepares a rank.
 
@@ -133,6 +134,7 @@ class RankWorker:
             shared: Settings of all videos.
             team: None for one process.
             max_cached_prompts: Number of prompts whose embeddings stay in host memory.
+            notices: Those that the front has logged at its start.
         """
         from wan.distributed.gloo_group import GlooGroup
 
@@ -141,7 +143,7 @@ class RankWorker:
         self._control = GlooGroup(team)
         self._is_main = team is None or team.is_main
         self._resolve_settings = resolve.make_line_resolver(shared)
-        self._max_cached_prompts = max_cached_prompts
+        self._max_cached_prompts, self._start_notices = max_cached_prompts, notices
         self._embeds: dict[str, Tensor] = {}  # of the last prompts, newest first
         if self._is_main:
             pipeline.stage_timer.on_stage = self._report_stage
@@ -193,6 +195,7 @@ class RankWorker:
         def make_video(job: RunningJob, latents: Callable[[], Tensor]) -> RunningJob:
             self._pipeline.device.reset_peak_memory()
             logger.info("%s", job.name)
+            job.video.log_notices(job.name, {*self._start_notices})
             if len(jobs) == 1:
                 self._embed_prompts(jobs)
             else:  # its last step may be long ago
@@ -292,7 +295,7 @@ def _serve_rank(front: Mapping[str, Any], run: Run, team: ParallelGroups | None)
         device = devices.select_device(run.setup.execution.device) if team is None else team.device
         pipeline = build.build_pipeline(run.setup, device, team)
         shared = read_settings(front["settings"])
-        code = RankWorker(shared, pipeline, team, link, front["texts"]).serve()
+        code = RankWorker(shared, pipeline, team, link, front["texts"], run.notices).serve()
         if team is not None:
             team.close()
         return code

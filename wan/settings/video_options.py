@@ -426,9 +426,12 @@ class VaceOptions:
     src_mask: Path | None = option(
         None,
         values.read_path,
-        HelpText("mask video: white is generated, black is kept", "vace; default: all white"),
+        HelpText(
+            "mask video, or one image for all frames: white is generated, black is kept",
+            "vace; default: all white",
+        ),
         needs="src_video",
-        media="video/*",
+        media="video/*,image/*",
         tasks=TASKS_OF_KIND["vace"],
     )
     src_ref_images: tuple[str, ...] = option(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from wan.media import images
 from wan.media.video_reader import FrameReader, VideoFile, read_frames_at, read_video
-from wan.settings.errors import InputError
+from wan.settings.errors import FileChangedError, InputError
 from wan.settings.noise_schedule import count_noise_samples
 from wan.settings.presets import FACE_SIZE, Preset
 from wan.settings.rules import Values
@@ -194,6 +194,7 @@ class AnimateClips:
         self._reference = torch.cat((torch.ones_like(latents[:4]), latents))
         black = torch.full((1, 3, 1, 1, 1), -1.0, device=latents.device)
         self._black_faces = black.expand(-1, -1, params.frame_num, FACE_SIZE, FACE_SIZE)
+        self._last_frames: Tensor | None = None
 
     def prepare_clip(self, index: int, state: Tensor | None) -> tuple[VideoParams, DenoiseInputs]:
         import torch
@@ -226,16 +227,21 @@ class AnimateClips:
         return latents_Zfhw[:, 1:]
 
     def trim_frames(self, index: int, frames_3FHW: Tensor) -> Tensor:
-        new_frames = frames_3FHW[:, self._params.refert_num if index else 0 :]
+        """Returns the clip's own frames, and keeps the last ones of all for `make_state`.
+
+        A clip may have fewer own frames than it shares with the next one.
+        """
+        num_overlap_frames = self._params.refert_num or 0
+        self._last_frames = frames_3FHW[:, -num_overlap_frames:].float().contiguous()
+        new_frames = frames_3FHW[:, num_overlap_frames if index else 0 :]
         return new_frames[:, : self._params.count_clip_frames(index)]
 
     def make_state(self, latents_Zfhw: Tensor, frames_3FHW: Tensor | None) -> Tensor:
-        """Returns the last `refert_num` frames, [3,F,H,W]."""
-        count = self._params.refert_num or 0
+        """Returns the last `refert_num` frames of the untrimmed clip, [3,F,H,W]."""
 
         def get_last_frames() -> Tensor:
-            assert frames_3FHW is not None, "the main rank has them"
-            return frames_3FHW[:, -count:].float().clamp(-1, 1).contiguous()
+            assert self._last_frames is not None, "the main rank has them"
+            return self._last_frames
 
         return self._encoders.run_on_rank0(get_last_frames).cpu()
 
@@ -383,6 +389,11 @@ def make_known_frames(
         known_mask = 1 - masks[:, :: height // rows, :: width // columns]
     if previous_frames is not None:
         num_overlap_frames = previous_frames.shape[1]
+        if num_overlap_frames != params.refert_num:  # stored by a version that kept fewer
+            raise FileChangedError(
+                f"The last stored clip holds {num_overlap_frames} frames for the next one instead "
+                f"of {params.refert_num}; remove the folder of clips and start again."
+            )
         frames[:, :num_overlap_frames] = previous_frames.to(frames.device)
         known_mask[:num_overlap_frames] = 1
     return frames, fold_mask_to_latent(known_mask)

@@ -253,20 +253,10 @@ class Animate2Clips(AnimateClips):
     def trim_frames(self, index: int, frames_3FHW: Tensor) -> Tensor:
         """Returns the clip's own frames without the borders."""
         params = self._params
-        self._last_frames = frames_3FHW[:, -(params.refert_num or 0) :].float().contiguous()
         width, height = params.video_size
         x, y = compute_content_offset(params)
         frames = super().trim_frames(index, frames_3FHW)
         return frames[..., y : y + height, x : x + width]
-
-    def make_state(self, latents_Zfhw: Tensor, frames_3FHW: Tensor | None) -> Tensor:
-        """Returns the last `refert_num` frames with their borders, [3,F,H,W]."""
-
-        def get_last_frames() -> Tensor:
-            assert self._last_frames is not None, "the main rank has them"
-            return self._last_frames
-
-        return self._encoders.run_on_rank0(get_last_frames).cpu()
 
     def _read_driving_frames(self, indices: Sequence[int]) -> Tensor:
         """Reads frames of the resampled driving video, [3,F,H,W], and letterboxes them."""
