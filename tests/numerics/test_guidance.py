@@ -25,6 +25,7 @@ from wan.kernels.forward_context import CrossAttentionGuidance, StepInfo
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.pipeline.denoise import DenoisingLoop
+from wan.settings.guidance import GUIDERS
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
 from wan.settings.step_cache import StepCache
@@ -79,6 +80,18 @@ def test_refused() -> None:
         for name, flags in REFUSED.items()
     }
     check_refusals("guidance", messages)
+
+
+@pytest.mark.parametrize("name", GUIDERS)
+def test_a_guider_leads_from_the_negative_prompt_to_the_prompt(name: str) -> None:
+    """The more, the larger the scale. Between equal branches it changes nothing."""
+    cond, uncond = draw(*SHAPE)
+    small, large = (
+        make_guider(make_params(guider=name)).combine(cond, uncond, scale) for scale in (2.0, 6.0)
+    )
+    change = ((large - small) * (cond - uncond)).sum() / (cond - uncond).pow(2).sum()
+    assert 0 < change < 8
+    assert_close(make_guider(make_params(guider=name)).combine(cond, cond.clone(), 4.0), cond)
 
 
 def test_cfg_zero_is_that_of_diffusers() -> None:

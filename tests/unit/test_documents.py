@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from wan.settings.attention_modes import MODES
+from wan.settings.guidance import GUIDERS
 from wan.settings.kernels import DENSE_KERNELS, list_dense_kernels
+from wan.settings.noise_tables import NOISE_TABLES
 from wan.settings.presets import PRESETS
+from wan.settings.recipes import RECIPES
 from wan.settings.solvers import SOLVERS
+from wan.settings.step_cache import POLICY_VALUES
 
 REPO = Path(__file__).parents[2]
 EXTENDING = (REPO / "docs" / "extending.md").read_text()
@@ -31,11 +35,41 @@ def test_files_and_names_of_a_checklist_exist(section: str) -> None:
     assert not [n for n in code_names if not re.search(rf"\b{n.rpartition('.')[2]}\b", text)]
 
 
-def test_solvers_have_their_formulas() -> None:
-    """All solvers but the two official ones, which diffusers documents."""
-    text = (REPO / "docs" / "sampling.md").read_text()
-    solvers = SOLVERS.keys() - {"unipc", "dpm++"}
-    assert not [name for name in solvers if f"\n| `{name}` |" not in text]
+def _read_table(page: str, head: str) -> list[str]:
+    """The first cells of the table of a page whose head begins with these cells."""
+    text = (REPO / page).read_text()
+    tables = re.findall(r"^((?:\|.*\n)+)", text, re.M)
+    (table,) = [table for table in tables if table.startswith(f"| {head} |")]
+    return [row.split(" | ")[0].removeprefix("| ") for row in table.splitlines()[2:]]
+
+
+_OFFICIAL_SOLVERS = {"unipc", "dpm++"}  # diffusers documents them
+ROWS = {  # registry -> page, head of its table, and what the first cells of its rows contain
+    "solvers": ("docs/sampling.md", "Sampler | Step", SOLVERS.keys() - _OFFICIAL_SOLVERS),
+    "noise tables": ("docs/sampling.md", "`--sigmas`", NOISE_TABLES),
+    "guiders": ("docs/sampling.md", "Setting | Velocity", [f"--guider {name}" for name in GUIDERS]),
+    "step caches": ("docs/step_caches.md", "`--step_cache`", POLICY_VALUES[1:]),
+    "recipes": ("docs/few_step.md", "`--recipe`", RECIPES),
+    "tasks": ("README.md", "Task", PRESETS),
+    "modes": (
+        "docs/fa_power_cap.md",
+        "`--comm_type`",
+        [f"{n} {row.name}" for n, row in MODES.items()],
+    ),
+}
+
+
+def test_each_row_of_a_registry_has_its_row_in_a_page() -> None:
+    missing = {
+        (registry, name)
+        for registry, (page, head, names) in ROWS.items()
+        for name in names
+        if not any(
+            re.search(rf"(?<![\w+-]){re.escape(name)}(?![\w+-])", cell.replace("`", ""))
+            for cell in _read_table(page, head)
+        )
+    }
+    assert not missing
 
 
 def test_the_documents_name_every_mode() -> None:
@@ -54,8 +88,7 @@ def test_a_page_describes_the_kernels_without_xfuser() -> None:
     assert not [name for name in ours if f"\n- `{name}`: " not in text]
 
 
-def test_the_readme_names_every_task() -> None:
-    """With the folder of its weights."""
+def test_the_readme_names_the_weights_of_every_task() -> None:
     rows = [line for line in (REPO / "README.md").read_text().splitlines() if line[:1] == "|"]
     for task, preset in PRESETS.items():
         assert any(f"`{task}`" in row and f"/{preset.folder}`" in row for row in rows), task
