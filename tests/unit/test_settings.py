@@ -26,7 +26,9 @@ from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import FLAGS
+from wan.settings.guidance import GUIDERS, Guidance
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
+from wan.settings.step_cache import POLICIES, StepCache
 from wan.tasks.base import make_video_params
 from wan.tasks.image2video import compute_i2v_size
 from wan.tasks.video2video import compute_ti2v_size
@@ -438,6 +440,17 @@ def test_the_tables_of_the_documents() -> None:
     for page, _ in flags_table.TABLES:
         text = (flags_table.DOCS / page).read_text(encoding="utf-8")
         assert text == flags_table.render_page(page), "run python tools/flags_table.py"
+
+
+def test_a_parameter_belongs_to_a_row_or_to_a_switch() -> None:
+    """Otherwise it would be accepted with guiders and policies on which it has no effect."""
+    switches = {"guider", "slg_blocks", "nag_scale", "step_cache", "use_attentioncache"}
+    of_all = {"step_cache_force"}
+    rows = [*GUIDERS.values(), *POLICIES.values()]
+    parameters = {name for row in rows for name in row.parameters}
+    flags = list_options(Guidance) | list_options(StepCache)
+    alone = {name for name, flag in flags.items() if flag.needs is None} - parameters
+    assert alone == switches | of_all and parameters <= flags.keys()
 
 
 def test_every_flag_is_read_where_it_acts() -> None:
