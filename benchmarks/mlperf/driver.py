@@ -252,7 +252,9 @@ def run_mode(argv: list[str]) -> int:
         return 0
     arguments = [*workload.make_flags(), "--save_file", str(options.out / "video.mp4"), *flags]
     return launch.execute_run(
-        partial(parse_flags, arguments), partial(_run_rank, options, workload)
+        partial(parse_flags, arguments),
+        partial(_run_rank, options, workload),
+        program="benchmarks.mlperf",
     )
 
 
@@ -264,5 +266,5 @@ if __name__ == "__main__":
     except BaseException as error:
         if (sentence := failures.describe_error(error)) is None:
             raise
-        failures.print_error(sentence, "benchmarks.mlperf")
+        failures.print_error_once(sentence, "benchmarks.mlperf")
         sys.exit(get_exit_code(error))

@@ -50,5 +50,5 @@ def run_program(main: Callable[[], int | None], name: str | None = None) -> int:
         sentence = failures.describe_error(error)
         if sentence is None:
             raise
-        failures.print_error(sentence, name or Path(sys.argv[0]).name)
+        failures.print_error_once(sentence, name or Path(sys.argv[0]).name)
         return get_exit_code(error)
