@@ -1,8 +1,6 @@
-"""Helpers of the benchmark programs: interleaved timing, peak memory, matrix products of a forward,
-processes for ranks, environment, results files.
+"""Helpers of the benchmark programs: processes for ranks, ratios, environment, results files.
 
-A machine's speed drifts (clocks, other processes, page cache), so variants are never timed one
-after the other: every round runs each variant once, and ratios are taken inside a round.
+`tools.measuring` measures time and memory.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,12 +23,17 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
-from torch.autograd import DeviceType
-from torch.overrides import TorchFunctionMode
-from torch.profiler import ProfilerActivity, profile
 
+from tools.measuring import CPU as CPU
+from tools.measuring import Call as Call
+from tools.measuring import RecordProducts as RecordProducts
+from tools.measuring import Run as Run
+from tools.measuring import Times as Times
+from tools.measuring import measure_peak_bytes as measure_peak_bytes
+from tools.measuring import measure_seconds as measure_seconds
+from tools.measuring import replay_calls as replay_calls
+from tools.measuring import synchronize as synchronize
+from tools.measuring import time_interleaved as time_interleaved
 from wan.app.programs import make_argument_type, make_output_path_type
 from wan.checkpoint.headers import read_json
 from wan.settings.errors import InputError
@@ -46,13 +48,9 @@ while os.getppid() == parent:
     for _ in range(1_000_000):
         pass
 """
-CPU = torch.device("cpu")
 RESULTS = make_json_kind("the results of a benchmark", "environment", "results")
 results_file = make_output_path_type(RESULTS)
 """The `type` of `--json`."""
-Run = Callable[[], Any]
-Times = dict[str, list[float]]
-Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
 @contextmanager
@@ -65,37 +63,6 @@ def keep_cores_busy(processes: int) -> Iterator[None]:
         for process in started:
             process.kill()
             process.wait()
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device's queued work; returns at once on a CPU."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
-
-
-def measure_seconds(run: Run, device: torch.device) -> float:
-    """Return the wall time of one run, including its work on the device."""
-    synchronize(device)
-    start = time.perf_counter()
-    run()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def time_interleaved(variants: Mapping[str, Run], rounds: int, device: torch.device = CPU) -> Times:
-    """Return the seconds of every variant in every round, after one round of warm-up.
-
-    Odd rounds run in reverse order. A barrier precedes each run if there is a process group.
-    """
-    times: Times = {name: [] for name in variants}
-    for number in range(-1, rounds):
-        for name in list(variants)[:: -1 if number % 2 else 1]:
-            if dist.is_initialized():
-                dist.barrier()
-            elapsed = measure_seconds(variants[name], device)
-            if number >= 0:
-                times[name].append(elapsed)
-    return times
 
 
 def take_slowest_rank(times_by_rank: list[Times]) -> Times:
@@ -115,66 +82,6 @@ def compute_ratios(numerators: Sequence[float], denominators: Sequence[float]) -
     """Return median and extremes of the per-round ratios, and the ratio of the two minima."""
     summary = compute_spread([a / b for a, b in zip(numerators, denominators, strict=True)])
     return summary | {"fastest": min(numerators) / min(denominators)}
-
-
-def measure_peak_bytes(run: Run, device: torch.device) -> int:
-    """Return a run's peak of allocated bytes, minus the bytes allocated before it."""
-    if device.type == "cpu":
-        return _measure_cpu_peak_bytes(run)
-    module = torch.get_device_module(device)
-    synchronize(device)
-    bytes_before = module.memory_allocated(device)
-    module.reset_peak_memory_stats(device)
-    run()
-    synchronize(device)
-    return int(module.max_memory_allocated(device) - bytes_before)
-
-
-def _measure_cpu_peak_bytes(run: Run) -> int:
-    """Return the highest running sum of the CPU allocator's events during a run."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
-        run()
-    events = trace.profiler.kineto_results.events()
-    changes = [
-        (event.start_ns(), event.nbytes())
-        for event in events
-        if event.name() == "[memory]" and event.device_type() == DeviceType.CPU
-    ]
-    held = peak = 0
-    for _, change in sorted(changes, key=lambda item: item[0]):
-        held += change
-        peak = max(peak, held)
-    return peak
-
-
-class RecordProducts(TorchFunctionMode):
-    """Records calls of `F.linear` and `F.scaled_dot_product_attention` with their arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear: list[Call] = []
-        self.attention: list[Call] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is F.linear:
-            self.linear.append((func, args))
-        elif func is F.scaled_dot_product_attention:
-            self.attention.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-    def count_flops(self) -> int:
-        """Return the floating-point operations of the recorded calls; a multiply-add counts two."""
-        return sum(2 * x.numel() * len(weight) for _, (x, weight, *_) in self.linear) + sum(
-            4 * q.numel() * k.shape[-2] for _, (q, k, _) in self.attention
-        )
-
-
-def replay_calls(calls: Sequence[Call]) -> None:
-    """Repeat recorded calls; each result is freed before the next call."""
-    for func, args in calls:
-        func(*args)
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks.common import results_file, write_json
-from tests.gguf_files import get_quant_type, quantize
+from tools.gguf_files import get_quant_type, quantize
 from tools.safetensors_stream import stream_safetensors
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program

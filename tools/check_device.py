@@ -30,8 +30,17 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.device_check import steps as report
-from tools.device_check.process import DeviceError, Job, WorkerKeeper
-from tools.device_check.steps import ABSENT, OK, STEPS, WRONG, DeviceProperties, Outcome, Step
+from tools.device_check.process import DeviceError, WorkerKeeper
+from tools.device_check.steps import (
+    ABSENT,
+    OK,
+    STEPS,
+    WRONG,
+    DeviceProperties,
+    Job,
+    Outcome,
+    Step,
+)
 from wan.app.failures import raise_on_sigterm
 from wan.app.flag_parser import Parser
 from wan.settings.errors import InputError, Terminated, WriteError, get_exit_code

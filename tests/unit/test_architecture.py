@@ -190,20 +190,45 @@ def test_imports(path: Path) -> None:
     if is_under(name, METERS):
         at_run_time = {i for i in imports(path, types=False) if is_under(i, "wan")}
         assert not {i for i in at_run_time if not is_under(i, f"wan.utils.system {METERS}")}
-    assert not {i for i in imported if i.split(".")[0] in ("tools", "tests", "examples")}
     for library, users in ONLY_IN.items():
         assert is_under(name, users) or not {i for i in imported if is_under(i, library)}
     if is_under(name, " ".join(WITHOUT_TORCH)):
         assert not {i for i in loaded_modules(name) if is_under(i, "torch numpy")}
 
 
+# Folder -> the folders that its files may import; those of tests may import all.
+FOLDERS = {
+    "wan": {"wan"},
+    "examples": {"wan"},
+    "tools": {"wan", "tools"},
+    "benchmarks": {"wan", "tools", "benchmarks"},
+}
+# The parts of the tests with which some benchmarks start and drive a service.
+RIGS = "tests.serve.serving tests.serve.receiver tests.serve.jobs tests.dist tests.pipelines"
+SERVICE_BENCHMARKS = """
+    benchmarks.service benchmarks.service_soak benchmarks.service_clients benchmarks.video_loras
+    benchmarks.service_history benchmarks.service_connections benchmarks.changes
+"""
+
+
 def test_there_is_no_circle_of_files() -> None:
     """Imports inside of functions and for types count."""
-    edges = {name: PATHS.keys() & imports(path) for name, path in PATHS.items()}
+    paths = {module(path): path for path in [*PROGRAMS, *(REPO / "tests").rglob("*.py")]}
+    edges = {name: paths.keys() & imports(path) for name, path in paths.items()}
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_folders_import_those_below() -> None:
+    for path in PROGRAMS:
+        name = module(path)
+        others = {i for i in imports(path) if i.split(".")[0] in (*FOLDERS, "tests")}
+        if is_under(name, SERVICE_BENCHMARKS):
+            others = {i for i in others if not is_under(i, RIGS)}
+        allowed = FOLDERS.get(name.split(".")[0], {"wan"})
+        assert {i.split(".")[0] for i in others} <= allowed, f"{name} imports {others}"
 
 
 @for_each(FILES)

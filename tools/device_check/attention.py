@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from benchmarks import common
+from tools import measuring
 from tools.device_check.bench import (
     HEAD,
     LIMITS,
@@ -150,7 +150,7 @@ def _list_kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Ke
     return kernels
 
 
-def _read_kernel_name(bench: Bench, run: common.Run) -> str:
+def _read_kernel_name(bench: Bench, run: measuring.Run) -> str:
     """Read the name of the longest kernel on CUDA, or of PyTorch's innermost operation on a CPU."""
     if bench.device.type == "npu":
         return "see step npu"

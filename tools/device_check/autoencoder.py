@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks import common
+from tools import measuring
 from tools.device_check.bench import Bench
 from tools.device_check.network import compute_rms_distance, make_case
 from tools.device_check.steps import Figure, Measurements, make_error, make_memory
@@ -76,7 +76,9 @@ def _measure_video(bench: Bench, network: Autoencoder, version: str, verb: str) 
 
     def run_timed() -> None:
         nonlocal seconds
-        seconds = common.measure_seconds(partial(getattr(model, verb), inputs), bench.torch_device)
+        seconds = measuring.measure_seconds(
+            partial(getattr(model, verb), inputs), bench.torch_device
+        )
 
     held = bench.measure_peak(run_timed)
     figures = [Figure("time", seconds, "s"), make_memory("memory without weights", held)]
@@ -103,7 +105,7 @@ def _compare_layouts(bench: Bench, network: Autoencoder) -> list[Figure]:
         for variant, order in ((contiguous, "contiguous"), (channels_last, "channels-last")):
             far = compute_rms_distance(_decode_all(variant, z), exact)
             seconds = min(
-                common.measure_seconds(partial(_decode_all, variant, z), bench.torch_device)
+                measuring.measure_seconds(partial(_decode_all, variant, z), bench.torch_device)
                 for _ in range(3)
             )
             figures += [Figure(f"{name}, {order}", seconds, "s"), Figure("error", far)]

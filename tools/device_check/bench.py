@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import common
-from tools.device_check.process import Job
-from tools.device_check.steps import DeviceProperties, Figure, make_time
+from tools import measuring
+from tools.device_check.steps import DeviceProperties, Figure, Job, make_time
 from wan.device import Device
 from wan.distributed import rank_env, rendezvous
 from wan.distributed.mesh import ParallelGroups
@@ -74,30 +73,32 @@ class Bench:
         k, v = (self.randn(1, keys, heads, HEAD, dtype=dtype) for _ in range(2))
         return q, k, v
 
-    def measure_seconds(self, run: common.Run, rounds: int = 3) -> float:
+    def measure_seconds(self, run: measuring.Run, rounds: int = 3) -> float:
         """Return the median seconds of a run, after one warm-up run."""
         run()
         return statistics.median(
-            common.measure_seconds(run, self.torch_device) for _ in range(rounds)
+            measuring.measure_seconds(run, self.torch_device) for _ in range(rounds)
         )
 
-    def measure_time(self, run: common.Run, name: str = "time") -> Figure:
+    def measure_time(self, run: measuring.Run, name: str = "time") -> Figure:
         """Return `measure_seconds` as a figure."""
         return make_time(self.measure_seconds(run), name)
 
-    def measure_peak(self, run: common.Run) -> int | None:
+    def measure_peak(self, run: measuring.Run) -> int | None:
         """Return a run's peak of allocated bytes; None if the device does not count them."""
         on_host = not self.large
-        peak = common.measure_peak_bytes(run, torch.device("cpu") if on_host else self.torch_device)
+        peak = measuring.measure_peak_bytes(
+            run, torch.device("cpu") if on_host else self.torch_device
+        )
         return peak or None
 
-    def profile_events(self, run: common.Run) -> list[Any]:
+    def profile_events(self, run: measuring.Run) -> list[Any]:
         """Return the events of PyTorch's profiler during a run, on CUDA or on the CPU."""
         on_gpu = self.device.type == "cuda"
         activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
         with profile(activities=[activity], acc_events=True) as trace:
             run()
-            common.synchronize(self.torch_device)
+            measuring.synchronize(self.torch_device)
         kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
         events = trace.profiler.kineto_results.events()
         return [event for event in events if event.device_type() == kind]
@@ -142,7 +143,7 @@ def _measure_matmul(device: torch.device, large: bool, dtype: torch.dtype) -> tu
             torch.mm(a, b)
 
     run()
-    seconds = min(common.measure_seconds(run, device) for _ in range(3))
+    seconds = min(measuring.measure_seconds(run, device) for _ in range(3))
     rows = sample_rows(side)
     exact = a[rows].cpu().double() @ b.cpu().double()
     return 2 * count * side**3 / seconds, compute_row_distance(torch.mm(a, b)[rows], exact)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
 
-from benchmarks import common
+from tools import measuring
 from tools.device_check import steps
 from tools.device_check.bench import Bench, compute_row_distance, format_ranks
 from tools.device_check.steps import (
@@ -178,7 +178,7 @@ class _RecordingKernel:
 
     can_return_lse = False
 
-    def __init__(self, kernel: Kernel, calls: list[common.Call]) -> None:
+    def __init__(self, kernel: Kernel, calls: list[measuring.Call]) -> None:
         self.name, self._kernel, self._calls, self.is_recording = kernel.name, kernel, calls, True
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
@@ -225,7 +225,7 @@ def check_forward(bench: Bench) -> Measurements:
 
 def _measure_time(case: Case, weights: Weights, inputs: ForwardInputs) -> list[Figure]:
     """Time a forward and its matrix products alone, in turn; derive the other operations' share."""
-    selected, calls = case.selected, list[common.Call]()
+    selected, calls = case.selected, list[measuring.Call]()
     kernels = [
         _RecordingKernel(kernel, calls)
         for kernel in (selected.dense_kernel, selected.cross_attention_kernel)
@@ -233,18 +233,18 @@ def _measure_time(case: Case, weights: Weights, inputs: ForwardInputs) -> list[F
     model = case.make_model(
         weights, replace(selected, dense_kernel=kernels[0], cross_attention_kernel=kernels[1])
     )
-    with torch.compiler.set_stance("force_eager"), common.RecordProducts() as record:
+    with torch.compiler.set_stance("force_eager"), measuring.RecordProducts() as record:
         inputs.run(model)
     for kernel in kernels:
         kernel.is_recording = False
     flops = sum(2 * x.numel() * len(weight) for _, (x, weight, *_) in record.linear)
     flops += sum(4 * q.numel() * k.shape[1] for _, (q, k, _) in calls)
-    runs: dict[str, common.Run] = {
+    runs: dict[str, measuring.Run] = {
         "forward": lambda: inputs.run(model),
-        "linear": lambda: common.replay_calls(record.linear),
-        "attention": lambda: common.replay_calls(calls),
+        "linear": lambda: measuring.replay_calls(record.linear),
+        "attention": lambda: measuring.replay_calls(calls),
     }
-    times = common.time_interleaved(runs, 3, case.bench.torch_device)
+    times = measuring.time_interleaved(runs, 3, case.bench.torch_device)
     seconds, products, attention = (statistics.median(times[name]) for name in runs)
     rate, _ = case.bench.measure_matmul(torch.bfloat16)
     return [
@@ -289,7 +289,7 @@ def check_compiled(bench: Bench) -> Measurements:
     f, h, w = case.request.grid
     for grid in ((f, h, w), (f, h - 1, w), (f - 1, h, w)):
         inputs = case.make_inputs(grid)
-        seconds = common.measure_seconds(partial(inputs.run, fast), bench.torch_device)
+        seconds = measuring.measure_seconds(partial(inputs.run, fast), bench.torch_device)
         far = compute_rms_distance(inputs.run(fast), inputs.run(eager))
         yield make_line(
             f"{prod(grid)} tokens",
@@ -417,7 +417,7 @@ def _run_minute(bench: Bench, model: WanModel, inputs: ForwardInputs) -> list[Fi
     start, times = time.perf_counter(), list[float]()
     is_running = torch.ones(1, device=bench.torch_device)
     while bool(is_running):
-        times.append(common.measure_seconds(lambda: inputs.run(model), bench.torch_device))
+        times.append(measuring.measure_seconds(lambda: inputs.run(model), bench.torch_device))
         is_running.fill_(time.perf_counter() - start < LOOP)
         if bench.team is not None:
             dist.broadcast(is_running, src=0)

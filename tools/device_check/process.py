@@ -33,9 +33,9 @@ from tools.device_check.steps import (
     OK,
     WRONG,
     DeviceProperties,
+    Job,
     Line,
     Outcome,
-    Step,
     UnavailableError,
     find_worst,
     make_absent,
@@ -49,17 +49,6 @@ TRIES = 2  # failed attempts to open a device, after which steps fail at once
 _POLL = 0.1
 _TAIL = 4000  # characters
 _LAST_WORDS = 0.5  # seconds in which a hanging worker writes its stacks
-
-
-@dataclass(frozen=True)
-class Job:
-    """A step for a worker. is_collective: it runs together with the workers of all ranks."""
-
-    step: Step
-    index: int
-    full: bool
-    folder: Path
-    is_collective: bool
 
 
 @dataclass(frozen=True)

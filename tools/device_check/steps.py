@@ -182,6 +182,17 @@ class Step:
     needs: str = ""
     only_full: bool = False
 
+
+@dataclass(frozen=True)
+class Job:
+    """A step for a worker. is_collective: it runs together with the workers of all ranks."""
+
+    step: Step
+    index: int
+    full: bool
+    folder: Path
+    is_collective: bool
+
     def find_obstacle(self, properties: DeviceProperties, full: bool) -> str | None:
         """Return why the step does not apply here; None if it does."""
         if self.ranks == "several" and properties.world == 1:

@@ -1,4 +1,4 @@
-"""GGUF files for tests: the `gguf` package writes and dequantizes them.
+"""Writes GGUF files for tests and benchmarks: the `gguf` package writes and dequantizes them.
 
 The package has no quantizer for the types with 256 values per block. The quantizers here, of three
 of them, are simple (a scale, or a scale and an offset, from the largest and smallest value of each
