@@ -21,8 +21,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from torch import nn
 
 from benchmarks.quantised_weights import MODELS, SCALES, VARIANTS, make_network, make_step
@@ -36,6 +34,14 @@ from wan.settings.presets import PRESETS
 from wan.settings.values import integer
 from wan.utils import system
 from wan.utils.files import make_marked_kind, write_output
+
+try:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+except ModuleNotFoundError as error:
+    from wan.app.programs import exit_without_package
+
+    exit_without_package(error)
 
 PLOT = make_marked_kind(
     "a plot of benchmarks.quantised_timeline", b"Software\0benchmarks.quantised_timeline"

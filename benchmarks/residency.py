@@ -34,7 +34,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -56,6 +55,13 @@ from wan.settings.presets import PRESETS
 from wan.settings.values import integer, real
 from wan.testing.random_checkpoint import train_tokenizer, write_tokenizer
 from wan.utils.files import write_folder
+
+try:
+    import gguf
+except ModuleNotFoundError as error:
+    from wan.app.programs import exit_without_package
+
+    exit_without_package(error)
 
 SIZES: dict[str, dict[str, Any]] = {
     "t2v-1.3B": {"model_type": "t2v", "in_dim": 16, "out_dim": 16, "num_heads": 12},

@@ -11,14 +11,20 @@ import os
 
 import torch
 import torch.nn.functional as F
-from xfuser.core.distributed import (
-    get_sp_group,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
 
 from wan.distributed.ring import Ring
 from wan.modules.attnlayer import FAPowerCapAttention
+
+try:
+    from xfuser.core.distributed import (
+        get_sp_group,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+except ModuleNotFoundError as error:
+    from wan.app.programs import exit_without_package
+
+    exit_without_package(error)
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import gguf
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -42,6 +41,13 @@ from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES
 from wan.modules import clip, t5
 from wan.modules.vae import video_vae
 from wan.testing.random_checkpoint import WRITERS, make_checkpoint
+
+try:
+    import gguf
+except ModuleNotFoundError as error:
+    from wan.app.programs import exit_without_package
+
+    exit_without_package(error)
 
 Tensors = Mapping[str, Tensor]
 Row = tuple[str, ...]

@@ -27,12 +27,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import ray
-from ray import serve
-from ray.util import get_node_ip_address
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+try:
+    import aiohttp
+    import ray
+    from ray import serve
+    from ray.util import get_node_ip_address
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+except ModuleNotFoundError as error:
+    from wan.app.programs import exit_without_package
+
+    exit_without_package(error)
+
 
 _OF_JOB = re.compile(r"/v1/videos/video_(r\d+)_")
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding"}  # headers not forwarded

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,23 @@ def test_the_readme_names_the_weights_of_every_task() -> None:
     rows = [line for line in (REPO / "README.md").read_text().splitlines() if line[:1] == "|"]
     for task, preset in PRESETS.items():
         assert any(f"`{task}`" in row and f"/{preset.folder}`" in row for row in rows), task
+
+
+@pytest.mark.slow
+def test_type_checkers_accept_the_python_of_the_documents(tmp_path: Path) -> None:
+    """All blocks of a page, one after the other."""
+    for page in [*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("examples/**/*.md")]:
+        blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+        if blocks:
+            (tmp_path / f"{page.stem.replace('.', '_')}.py").write_text("\n".join(blocks))
+    files = sorted(tmp_path.iterdir())
+    assert len(files) >= 4
+    command = [sys.executable, "-m", "mypy", "--config-file", str(REPO / "pyproject.toml")]
+    process = subprocess.run(
+        [*command, "--cache-dir", str(tmp_path / "cache"), *map(str, files)],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        timeout=900,
+    )
+    assert process.returncode == 0, process.stdout
