@@ -1,4 +1,4 @@
-"""Compare videos made with caches, few steps, sparsity, FP8 or smaller weights with plain ones.
+"""Compares videos made with caches, few steps, sparsity, FP8 or smaller weights with plain ones.
 
     python -m benchmarks.changes --json results/changes.json [--only "GGUF Q4_K"]
 

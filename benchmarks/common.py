@@ -55,7 +55,7 @@ results_file = make_output_path_type(RESULTS)
 
 @contextmanager
 def keep_cores_busy(processes: int) -> Iterator[None]:
-    """Start processes that keep one core each busy, and kill them at the end."""
+    """Starts processes that keep one core each busy, and kills them at the end."""
     started = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(processes)]
     try:
         yield
@@ -66,7 +66,7 @@ def keep_cores_busy(processes: int) -> Iterator[None]:
 
 
 def take_slowest_rank(times_by_rank: list[Times]) -> Times:
-    """Return every variant's seconds in every round: the maximum over the ranks."""
+    """Returns every variant's seconds in every round: the maximum over the ranks."""
     return {
         name: [max(s) for s in zip(*(t[name] for t in times_by_rank), strict=True)]
         for name in times_by_rank[0]
@@ -74,18 +74,18 @@ def take_slowest_rank(times_by_rank: list[Times]) -> Times:
 
 
 def compute_spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median and extremes."""
+    """Returns median and extremes."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def compute_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
-    """Return median and extremes of the per-round ratios, and the ratio of the two minima."""
+    """Returns median and extremes of the per-round ratios, and the ratio of the two minima."""
     summary = compute_spread([a / b for a, b in zip(numerators, denominators, strict=True)])
     return summary | {"fastest": min(numerators) / min(denominators)}
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Return the command, versions and hardware that the results depend on."""
+    """Returns the command, versions and hardware that the results depend on."""
     return {
         "command": shlex.join(sys.orig_argv),
         "torch": torch.__version__,
@@ -99,7 +99,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def parse_token_grid(text: str) -> tuple[int, ...]:
-    """Parse a token grid "F,H,W" from the command line."""
+    """Parses a token grid "F,H,W" from the command line."""
     read = make_argument_type(integer(1, 10_000))
     sizes = tuple(read(size) for size in text.split(","))
     if len(sizes) != 3:
@@ -110,7 +110,7 @@ def parse_token_grid(text: str) -> tuple[int, ...]:
 def read_earlier_runs(
     path: Path | None, is_run: Callable[[dict[str, Any]], bool]
 ) -> list[dict[str, Any]]:
-    """Read the runs of earlier calls, with any settings, from a JSON file.
+    """Reads the runs of earlier calls, with any settings, from a JSON file.
 
     Raises:
         InputError: The file holds results of another benchmark.
@@ -125,7 +125,7 @@ def read_earlier_runs(
 
 
 def write_json(path: Path | None, device: torch.device, results: Sequence[Any]) -> None:
-    """Write the results and the environment to a JSON file, if there is a path."""
+    """Writes the results and the environment to a JSON file, if there is a path."""
     if path is not None:
         record = {"environment": describe_environment(device), "results": results}
         with write_output(path, RESULTS) as temporary:
@@ -135,7 +135,7 @@ def write_json(path: Path | None, device: torch.device, results: Sequence[Any]) 
 def run_on_ranks(
     ranks: int, work: Callable[..., dict[str, Any]], *args: Any, timeout: float | None = None
 ) -> list[dict[str, Any]]:
-    """Call work(*args) in new processes of one gloo group; return the results by rank.
+    """Calls work(*args) in new processes of one gloo group; returns the results by rank.
 
     Each process has one thread. The first error of a rank is raised here and ends the others.
 

@@ -1,4 +1,4 @@
-"""Use the attention layer with xfuser's process groups, in a program that initialized xfuser.
+"""Uses the attention layer with xfuser's process groups, in a program that initialized xfuser.
 
     torchrun --nproc_per_node=4 examples/xfuser_program.py
 

@@ -25,13 +25,13 @@ Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device's queued work; returns at once on a CPU."""
+    """Waits for the device's queued work; returns at once on a CPU."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
 
 def measure_seconds(run: Run, device: torch.device) -> float:
-    """Return the wall time of one run, including its work on the device."""
+    """Returns the wall time of one run, including its work on the device."""
     synchronize(device)
     start = time.perf_counter()
     run()
@@ -40,7 +40,7 @@ def measure_seconds(run: Run, device: torch.device) -> float:
 
 
 def time_interleaved(variants: Mapping[str, Run], rounds: int, device: torch.device = CPU) -> Times:
-    """Return the seconds of every variant in every round, after one round of warm-up.
+    """Returns the seconds of every variant in every round, after one round of warm-up.
 
     Odd rounds run in reverse order. A barrier precedes each run if there is a process group.
     """
@@ -56,7 +56,7 @@ def time_interleaved(variants: Mapping[str, Run], rounds: int, device: torch.dev
 
 
 def measure_peak_bytes(run: Run, device: torch.device) -> int:
-    """Return a run's peak of allocated bytes, minus the bytes allocated before it."""
+    """Returns a run's peak of allocated bytes, minus the bytes allocated before it."""
     if device.type == "cpu":
         return _measure_cpu_peak_bytes(run)
     module = torch.get_device_module(device)
@@ -69,7 +69,7 @@ def measure_peak_bytes(run: Run, device: torch.device) -> int:
 
 
 def _measure_cpu_peak_bytes(run: Run) -> int:
-    """Return the highest running sum of the CPU allocator's events during a run."""
+    """Returns the highest running sum of the CPU allocator's events during a run."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
         run()
     events = trace.profiler.kineto_results.events()
@@ -103,13 +103,13 @@ class RecordProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def count_flops(self) -> int:
-        """Return the floating-point operations of the recorded calls; a multiply-add counts two."""
+        """Counts the floating-point operations of the recorded calls; a multiply-add is two."""
         return sum(2 * x.numel() * len(weight) for _, (x, weight, *_) in self.linear) + sum(
             4 * q.numel() * k.shape[-2] for _, (q, k, _) in self.attention
         )
 
 
 def replay_calls(calls: Sequence[Call]) -> None:
-    """Repeat recorded calls; each result is freed before the next call."""
+    """Repeats recorded calls; each result is freed before the next call."""
     for func, args in calls:
         func(*args)

@@ -33,18 +33,18 @@ REPORT = make_marked_kind("a report of pytest", b"<testsuites")
 
 
 def _parse_processes(name: str, raw: str) -> str:
-    """Parse "auto" or a number of processes."""
+    """Parses "auto" or a number of processes."""
     return raw if raw == "auto" else str(integer(1, 1000)(name, raw))
 
 
 def make_requirements(which: str) -> str:
-    """Return the text of requirements.txt; for "oldest" with "==A" instead of ">=A,<B"."""
+    """Returns the text of requirements.txt; for "oldest" with "==A" instead of ">=A,<B"."""
     text = (REPO / "requirements.txt").read_text()
     return re.sub(r">=([0-9.]+),<[0-9.]+", r"==\1", text) if which == "oldest" else text
 
 
 def install_environment(which: str, folder: Path) -> Path:
-    """Install the packages and test requirements into an environment; return its Python."""
+    """Installs the packages and test requirements into an environment; returns its Python."""
     kinds = {"requirements.txt": REQUIREMENTS, "tests.xml": REPORT}
     check_output_folder(folder, kinds, "--folder")
     python = folder / "bin" / "python"
@@ -59,7 +59,7 @@ def install_environment(which: str, folder: Path) -> Path:
 
 
 def run_tests(python: Path, folder: Path, processes: str) -> dict[str, int]:
-    """Run the tests; return the numbers of passed, failed and skipped tests."""
+    """Runs the tests; returns the numbers of passed, failed and skipped tests."""
     report = folder / "tests.xml"
     remove_output(report, REPORT)
     options = ["-m", "not slow", "-n", processes, "--dist", "loadgroup", f"--junitxml={report}"]

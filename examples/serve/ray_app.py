@@ -1,4 +1,4 @@
-"""Run several `python -m wan.serve` services as one Ray Serve application.
+"""Runs several `python -m wan.serve` services as one Ray Serve application.
 
     pip install "ray[serve]" -r requirements-serve.txt
     serve run examples.serve.ray_app:build replicas=2    # the demo, on this machine
@@ -59,12 +59,12 @@ class Addresses:
 
 
 def _end_with_parent() -> None:
-    """Make the kernel send SIGTERM to this process when the replica's process ends."""
+    """Makes the kernel send SIGTERM to this process when the replica's process ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _find_unused_name(root: Path, count: int, first: int) -> str:
-    """Return a name whose journal no service has locked.
+    """Returns a name whose journal no service has locked.
 
     If two replicas take the same name, one of them fails and is restarted.
     """
@@ -101,7 +101,7 @@ class Replica:
         ray.get(addresses.put.remote(self._name, self._url))
 
     async def check_health(self) -> None:
-        """Raise if the service has ended: Ray then replaces this replica.
+        """Raises if the service has ended: Ray then replaces this replica.
 
         The service itself restarts lost ranks.
         """
@@ -127,7 +127,7 @@ class Front:
     """Forwards requests to replicas. It is stateless, so several may run."""
 
     def __init__(self, key: str, addresses: Any, replicas: Any) -> None:
-        """Open the client session.
+        """Opens the client session.
 
         Args:
             replicas: Handle of the replicas; Ray starts them before this and ends them with it.
@@ -147,7 +147,7 @@ class Front:
             return _make_unavailable_response("a replica is being restarted")
 
     async def _list_jobs(self, urls: dict[str, str], query: dict[str, str]) -> Response:
-        """List the jobs of all replicas in the order of their names, one page from the cursor."""
+        """Lists the jobs of all replicas in the order of their names, one page from the cursor."""
         cursor = _OF_JOB.match(f"/v1/videos/{query.get('after', '')}")
         jobs, limit = list[dict[str, Any]](), query.get("limit", "20")
         names = sorted(name for name in urls if cursor is None or name >= cursor[1])
@@ -179,7 +179,7 @@ class Front:
         return StreamingResponse(content, answer.status, _copy_headers(answer))
 
     async def _find_soonest_replica(self, urls: dict[str, str]) -> str:
-        """Return the healthy replica whose queue will be empty first; "" without replicas."""
+        """Returns the healthy replica whose queue will be empty first; "" without replicas."""
         backlogs = dict(
             zip(urls, await asyncio.gather(*map(self._read_backlog, urls.values())), strict=True)
         )
@@ -211,7 +211,7 @@ def _make_page(jobs: list[dict[str, Any]], more: bool) -> Response:
 
 
 def build(arguments: dict[str, str]) -> Any:
-    """Make the application from replicas, ranks (per replica), devices, journal and flags.
+    """Makes the application from replicas, ranks (per replica), devices, journal and flags.
 
     devices is "GPU", "NPU" or "" (none).
     """

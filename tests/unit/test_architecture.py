@@ -443,6 +443,20 @@ def test_files_are_removed_in_one_place(path: Path) -> None:
         assert removals(path) == REMOVES.get(module(path), (set(), ""))[0]
 
 
+IMPERATIVES = {
+    *("Check", "Compute", "Draw", "List", "Load", "Make", "Measure", "Print", "Read", "Return"),
+    *("Run", "Send", "Set", "Start", "Wait", "Write", "Yield"),
+}
+
+
+@for_each(PROGRAMS)
+def test_docstrings_say_what_a_function_does(path: Path) -> None:
+    """In the indicative: "Returns the ranks.", not "Return the ranks."."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
+    docstrings = [ast.get_docstring(node) for node in nodes_of(path) if isinstance(node, kinds)]
+    assert not [text for text in docstrings if text and text.split()[0] in IMPERATIVES]
+
+
 @for_each(PROGRAMS)
 def test_numbers_of_options_have_ranges(path: Path) -> None:
     """`type=int` accepts 10**30, and `type=float` nan; a reader of settings.values does not."""

@@ -102,7 +102,7 @@ def test_type_checkers_accept_the_python_of_the_documents(tmp_path: Path) -> Non
     for page in [*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("examples/**/*.md")]:
         blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
         if blocks:
-            (tmp_path / f"{page.stem.replace('.', '_')}.py").write_text("\n".join(blocks))
+            (tmp_path / f"page_{page.stem.replace('.', '_')}.py").write_text("\n".join(blocks))
     files = sorted(tmp_path.iterdir())
     assert len(files) >= 4
     command = [sys.executable, "-m", "mypy", "--config-file", str(REPO / "pyproject.toml")]
