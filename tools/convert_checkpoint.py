@@ -184,7 +184,7 @@ def _link_file(file: Path, target: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Converts a checkpoint; return 0, 2 if the request is refused or 130 if interrupted."""
+    """Converts a checkpoint; returns 0, 2 if the request is refused or 130 if interrupted."""
     parser = Parser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--ckpt_dir", required=True, type=Path, help="a checkpoint folder")
     for name in NETWORKS:

@@ -445,7 +445,7 @@ def test_files_are_removed_in_one_place(path: Path) -> None:
 
 IMPERATIVES = {
     *("Check", "Compute", "Draw", "List", "Load", "Make", "Measure", "Print", "Read", "Return"),
-    *("Run", "Send", "Set", "Start", "Wait", "Write", "Yield"),
+    *("Run", "Send", "Wait", "Write", "Yield"),
 }
 
 
