@@ -182,17 +182,6 @@ class Step:
     needs: str = ""
     only_full: bool = False
 
-
-@dataclass(frozen=True)
-class Job:
-    """A step for a worker. is_collective: it runs together with the workers of all ranks."""
-
-    step: Step
-    index: int
-    full: bool
-    folder: Path
-    is_collective: bool
-
     def find_obstacle(self, properties: DeviceProperties, full: bool) -> str | None:
         """Returns why the step does not apply here; None if it does."""
         if self.ranks == "several" and properties.world == 1:
@@ -206,6 +195,17 @@ class Job:
     def is_collective(self, properties: DeviceProperties) -> bool:
         """Returns whether all ranks run the step as one group."""
         return properties.world > 1 and self.ranks != "one"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step for a worker. is_collective: it runs together with the workers of all ranks."""
+
+    step: Step
+    index: int
+    full: bool
+    folder: Path
+    is_collective: bool
 
 
 STEPS = (
