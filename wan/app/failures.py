@@ -99,7 +99,7 @@ def print_error_once(text: str, command: str) -> None:
     the first rank has no error, and they write theirs.
     """
     try:
-        is_first = env.local_rank() == 0
+        is_first = env.rank() == 0 or env.local_rank() == 0
     except InputError:  # invalid variables
         is_first = True
     if not is_first:
