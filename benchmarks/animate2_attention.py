@@ -37,7 +37,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 def make_layout(frames: int, height: int, width: int) -> ReferenceLayout:
-    """Make the layout of a clip of `frames` reference frames on one rank."""
+    """Makes the layout of a clip of `frames` reference frames on one rank."""
     generated = frames + 1, height, width
     return ReferenceLayout(
         (frames, height, width), generated, math.prod(generated), frames + 1, width
@@ -45,7 +45,7 @@ def make_layout(frames: int, height: int, width: int) -> ReferenceLayout:
 
 
 def sees(layout: ReferenceLayout, q_row: Tensor, k_row: Tensor, reference_start: int) -> Tensor:
-    """Return which keys a query sees: those generated, and the reference's of its frame."""
+    """Returns which keys a query sees: those generated, and the reference's of its frame."""
     size, rows = layout.frame_size, math.prod(layout.generated)
     reference_row = k_row - reference_start
     is_reference = (reference_row >= 0) & (reference_row < math.prod(layout.grid))
@@ -116,7 +116,7 @@ def make_dense(layout: ReferenceLayout, qkv: QKV, reference: tuple[Tensor, Tenso
 
 
 def count_kept_bytes(frames: int, size: tuple[int, int], ranks: tuple[int, int]) -> list[int]:
-    """Count the bytes of a clip's keys and values on each rank of a ring; 16 bits, all layers.
+    """Counts the bytes of a clip's keys and values on each rank of a ring; 16 bits, all layers.
 
     ranks: Of Ulysses and of the ring.
     """

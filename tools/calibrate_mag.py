@@ -1,4 +1,4 @@
-"""Measure MagCache's curve of a model, for one task, shift, solver and number of steps.
+"""Measures MagCache's curve of a model, for one task, shift, solver and number of steps.
 
     python tools/calibrate_mag.py --ckpt_dir ./Wan2.2-T2V-A14B --size 832*480 --out curve.json
     python tools/calibrate_mag.py --ckpt_dir examples/demo/t2v-A14B

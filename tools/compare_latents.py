@@ -1,4 +1,4 @@
-"""Compare the latents of two runs after each step, and find the first step that departs.
+"""Compares the latents of two runs after each step, and finds the first step that departs.
 
     python generate.py ... --save_latents steps --save_file a.mp4      (and b.mp4)
     python tools/compare_latents.py a.steps b.steps [--least 0.999] [--json FILE]

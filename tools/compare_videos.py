@@ -1,4 +1,4 @@
-"""Compare two videos frame by frame, and list suspicious properties of each.
+"""Compares two videos frame by frame, and lists suspicious properties of each.
 
     python tools/compare_videos.py A.mp4 B.mp4 [--joins 77,153] [--json FILE] [--page FILE.html]
     python tools/compare_videos.py FOLDER_A FOLDER_B --json FILE

@@ -1,4 +1,4 @@
-"""Convert a checkpoint's DiTs to bfloat16, which halves the bytes to store, read and copy.
+"""Converts a checkpoint's DiTs to bfloat16, which halves the bytes to store, read and copy.
 
     python tools/convert_checkpoint.py --ckpt_dir Wan2.2-T2V-A14B --out Wan2.2-T2V-A14B-bf16
     python tools/convert_checkpoint.py --ckpt_dir Wan2.2-I2V-A14B --out TurboWan2.2-I2V-A14B \
@@ -60,7 +60,7 @@ _PATCHES = "patch_embedding.weight"
 def convert_checkpoint(
     ckpt_dir: Path, out: Path, networks: Mapping[str, Path] | None = None
 ) -> Path:
-    """Write the folder `out` and return it.
+    """Writes the folder `out` and returns it.
 
     Args:
         ckpt_dir: A checkpoint.
@@ -108,7 +108,7 @@ def convert_checkpoint(
 
 
 def _read_network(file: Path, dit: DitFiles) -> dict[str, TensorInfo]:
-    """Read the tensors of a file; refuse a file that does not have all tensors of `dit`."""
+    """Reads the tensors of a file; refuses a file that does not have all tensors of `dit`."""
     tensors = read_headers(check_file_complete(file), rename_dit_to_official, "dit")
     selected = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
     for name in selected.keys() | dit.tensors.keys():
@@ -146,7 +146,7 @@ def _choose_dtype(name: str, stored: torch.dtype) -> torch.dtype:
 
 
 def _convert_file(path: Path, tensors: dict[str, TensorInfo], label: str, official: bool) -> None:
-    """Write a file of converted weights under official names or the stored names."""
+    """Writes a file of converted weights under official names or the stored names."""
     sources = open_sources(tensors)
     names = {name: name if official else info.name for name, info in tensors.items()}
     form = {
@@ -166,7 +166,7 @@ def _convert_file(path: Path, tensors: dict[str, TensorInfo], label: str, offici
 
 
 def _make_index(file: Path, folder: Path) -> str:
-    """Return the index with the total size of its files, which must exist."""
+    """Returns the index with the total size of its files, which must exist."""
     index = read_json(file)
     headers = [read_safetensors_header(folder / name) for name in set(index["weight_map"].values())]
     total = sum(info.nbytes for header in headers for info in header.values())
@@ -184,7 +184,7 @@ def _link_file(file: Path, target: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Convert a checkpoint; return 0, 2 if the request is refused or 130 if interrupted."""
+    """Converts a checkpoint; returns 0, 2 if the request is refused or 130 if interrupted."""
     parser = Parser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--ckpt_dir", required=True, type=Path, help="a checkpoint folder")
     for name in NETWORKS:

@@ -1,4 +1,4 @@
-"""Write an HTML page with the videos of a prompt file's folder.
+"""Writes an HTML page with the videos of a prompt file's folder.
 
     python tools/gallery.py FOLDER [--out PAGE.html]
 

@@ -1,4 +1,4 @@
-"""Write a complete Wan checkpoint folder with tiny, randomly initialized networks.
+"""Writes a complete Wan checkpoint folder with tiny, randomly initialized networks.
 
 python tools/make_tiny_checkpoint.py --task t2v-A14B --out tiny [--layout diffusers]
 """
@@ -20,7 +20,7 @@ from wan.testing.random_checkpoint import DTYPES, WRITERS, make_checkpoint
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the folder; return 0, or 2 if the request is refused."""
+    """Writes the folder; returns 0, or 2 if the request is refused."""
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", required=True, choices=PRESETS)
     parser.add_argument("--out", required=True, type=Path, help="a new or empty folder")

@@ -1,4 +1,4 @@
-"""Check a new device, compare FA_Power_Cap's modes on it, and measure its speed in one command.
+"""Checks a new device, compares FA_Power_Cap's modes on it, and measures its speed in one command.
 
     python tools/measure_device.py [--ranks 8] [--ckpt_dir DIR] [--minutes 25] [--out DIR]
 

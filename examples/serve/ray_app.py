@@ -1,4 +1,4 @@
-"""Run several `python -m wan.serve` services as one Ray Serve application.
+"""Runs several `python -m wan.serve` services as one Ray Serve application.
 
     pip install "ray[serve]" -r requirements-serve.txt
     serve run examples.serve.ray_app:build replicas=2    # the demo, on this machine
@@ -34,13 +34,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import aiohttp
-import ray
-from ray import serve
-from ray.util import get_node_ip_address
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from yarl import URL
+try:
+    import aiohttp
+    import ray
+    from ray import serve
+    from ray.util import get_node_ip_address
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from yarl import URL
+except ModuleNotFoundError as error:
+    from wan.app.programs import exit_without_package
+
+    exit_without_package(error)
+
 
 _OF_JOB = re.compile(r"/v1/videos/video_(r\d+)_")
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding"}  # headers not forwarded
@@ -62,12 +68,12 @@ class Addresses:
 
 
 def _end_with_parent() -> None:
-    """Make the kernel send SIGTERM to this process when the replica's process ends."""
+    """Makes the kernel send SIGTERM to this process when the replica's process ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _find_unused_name(root: Path, count: int, first: int) -> str:
-    """Return a name whose journal no service has locked.
+    """Returns a name whose journal no service has locked.
 
     If two replicas take the same name, one of them fails and is restarted.
     """
@@ -104,7 +110,7 @@ class Replica:
         ray.get(addresses.put.remote(self._name, self._url))
 
     async def check_health(self) -> None:
-        """Raise if the service has ended: Ray then replaces this replica.
+        """Raises if the service has ended: Ray then replaces this replica.
 
         The service itself restarts lost ranks.
         """
@@ -133,7 +139,7 @@ class Front:
     """
 
     def __init__(self, count: int, addresses: Any, replicas: Any) -> None:
-        """Open the client session.
+        """Opens the client session.
 
         Args:
             count: Number of replicas.
@@ -160,7 +166,7 @@ class Front:
             return _make_unavailable_response("a replica is being restarted")
 
     async def _list_jobs(self, urls: dict[str, str], request: Request) -> Response:
-        """List the jobs of all replicas in the order of their names, one page from the cursor.
+        """Lists the jobs of all replicas in the order of their names, one page from the cursor.
 
         Replicas that do not answer, such as those that are being restarted, are named in the page.
         """
@@ -187,7 +193,7 @@ class Front:
     async def _read_page(
         self, url: str | None, query: dict[str, str], request: Request
     ) -> dict[str, Any] | Response | None:
-        """Return a replica's page of its jobs, its refusal, or None if it does not answer."""
+        """Returns a replica's page of its jobs, its refusal, or None if it does not answer."""
         if url is None:
             return None
         headers = {"Authorization": request.headers.get("authorization", "")}
@@ -219,7 +225,7 @@ class Front:
         return StreamingResponse(content, answer.status, _copy_headers(answer))
 
     async def _find_soonest_replica(self, urls: dict[str, str]) -> str:
-        """Return the healthy replica whose queue will be empty first; "" without replicas."""
+        """Returns the healthy replica whose queue will be empty first; "" without replicas."""
         backlogs = dict(
             zip(urls, await asyncio.gather(*map(self._read_backlog, urls.values())), strict=True)
         )
@@ -257,7 +263,7 @@ def _make_page(jobs: list[dict[str, Any]], more: bool, missing: list[str]) -> Re
 
 
 def _read_key(settings: dict[str, str]) -> str:
-    """Return the API key of the file `api_key`, or of JOURNAL/key, which is written if missing."""
+    """Returns the API key of the file `api_key`, or of JOURNAL/key, which is written if missing."""
     path = Path(settings["api_key"] or f"{settings['journal']}/key").absolute()
     if not settings["api_key"]:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -273,7 +279,7 @@ def _read_key(settings: dict[str, str]) -> str:
 
 
 def build(arguments: dict[str, str]) -> Any:
-    """Make the application from replicas, ranks (per replica), devices, journal, api_key and flags.
+    """Makes the application from replicas, ranks (per replica), devices, journal, api_key and flags.
 
     devices is "GPU", "NPU" or "" (none).
     """

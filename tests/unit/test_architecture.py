@@ -190,20 +190,45 @@ def test_imports(path: Path) -> None:
     if is_under(name, METERS):
         at_run_time = {i for i in imports(path, types=False) if is_under(i, "wan")}
         assert not {i for i in at_run_time if not is_under(i, f"wan.utils.system {METERS}")}
-    assert not {i for i in imported if i.split(".")[0] in ("tools", "tests", "examples")}
     for library, users in ONLY_IN.items():
         assert is_under(name, users) or not {i for i in imported if is_under(i, library)}
     if is_under(name, " ".join(WITHOUT_TORCH)):
         assert not {i for i in loaded_modules(name) if is_under(i, "torch numpy")}
 
 
+# Folder -> the folders that its files may import; those of tests may import all.
+FOLDERS = {
+    "wan": {"wan"},
+    "examples": {"wan"},
+    "tools": {"wan", "tools"},
+    "benchmarks": {"wan", "tools", "benchmarks"},
+}
+# The parts of the tests with which some benchmarks start and drive a service.
+RIGS = "tests.serve.serving tests.serve.receiver tests.serve.jobs tests.dist tests.pipelines"
+SERVICE_BENCHMARKS = """
+    benchmarks.service benchmarks.service_soak benchmarks.service_clients benchmarks.video_loras
+    benchmarks.service_history benchmarks.service_connections benchmarks.changes
+"""
+
+
 def test_there_is_no_circle_of_files() -> None:
     """Imports inside of functions and for types count."""
-    edges = {name: PATHS.keys() & imports(path) for name, path in PATHS.items()}
+    paths = {module(path): path for path in [*PROGRAMS, *(REPO / "tests").rglob("*.py")]}
+    edges = {name: paths.keys() & imports(path) for name, path in paths.items()}
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_folders_import_those_below() -> None:
+    for path in PROGRAMS:
+        name = module(path)
+        others = {i for i in imports(path) if i.split(".")[0] in (*FOLDERS, "tests")}
+        if is_under(name, SERVICE_BENCHMARKS):
+            others = {i for i in others if not is_under(i, RIGS)}
+        allowed = FOLDERS.get(name.split(".")[0], {"wan"})
+        assert {i.split(".")[0] for i in others} <= allowed, f"{name} imports {others}"
 
 
 @for_each(FILES)
@@ -363,11 +388,12 @@ def test_names_say_what_they_name(path: Path) -> None:
 
 
 def test_import_wan_is_light() -> None:
-    script = "import wan, sys; print('torch' in sys.modules)"
+    """It loads no torch, and an editor can complete the names of the classes."""
+    script = "import wan, sys; print('torch' in sys.modules, {*wan.__all__} - {*dir(wan)})"
     process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=60
     )
-    assert process.stdout.strip() == "False" and process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "False set()" and process.returncode == 0, process.stderr
 
 
 def test_nothing_is_left_without_a_use() -> None:
@@ -450,6 +476,20 @@ def test_files_are_removed_in_one_place(path: Path) -> None:
     """Other calls could remove or replace files of the user."""
     if module(path) != "wan.utils.files":
         assert removals(path) == REMOVES.get(module(path), (set(), ""))[0]
+
+
+IMPERATIVES = {
+    *("Check", "Compute", "Draw", "List", "Load", "Make", "Measure", "Print", "Read", "Return"),
+    *("Run", "Send", "Wait", "Write", "Yield"),
+}
+
+
+@for_each(PROGRAMS)
+def test_docstrings_say_what_a_function_does(path: Path) -> None:
+    """In the indicative: "Returns the ranks.", not "Return the ranks."."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
+    docstrings = [ast.get_docstring(node) for node in nodes_of(path) if isinstance(node, kinds)]
+    assert not [text for text in docstrings if text and text.split()[0] in IMPERATIVES]
 
 
 @for_each(PROGRAMS)

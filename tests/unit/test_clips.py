@@ -72,7 +72,7 @@ class FakePipeline:
         self.clip_images += images
         return torch.ones(1, 5, 6)
 
-    def denoise(self, video: Any) -> Tensor:
+    def denoise(self, video: Any, **_: Any) -> Tensor:
         return video.advance(self)
 
     def get(self, _: str) -> Any:
@@ -317,7 +317,7 @@ def test_a_failure_waits_for_the_clip_that_is_decoded_meanwhile(
         time.sleep(0.02)
         decoded.set()
 
-    def denoise(loop: Any) -> Tensor:
+    def denoise(loop: Any, **_: Any) -> Tensor:
         if pipeline.calls:
             failed.set()
             raise MemoryError

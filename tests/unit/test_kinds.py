@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import wan
+from tests.tasks.tasks import TASKS as COLUMNS
 from wan import settings
 from wan.checkpoint.config import (
     CONFIG_READERS,
@@ -29,6 +31,15 @@ def test_each_kind_has_a_room_presets_and_a_prompt() -> None:
     assert TASKS.keys() == TASKS_OF_KIND.keys()
     assert [get_task(kind).kind for kind in TASKS] == [*TASKS]
     assert all(preset.prompt for preset in PRESETS.values())
+
+
+def test_each_kind_has_its_class() -> None:
+    classes = [getattr(wan, name) for name in wan.__all__ if name.startswith("Wan")]
+    assert sorted(kind.kind for kind in classes) == sorted(TASKS)
+
+
+def test_each_kind_has_a_column_of_promises() -> None:
+    assert {PRESETS[column.checkpoint].kind for column in COLUMNS.values()} == TASKS.keys()
 
 
 @pytest.mark.parametrize("task", PRESETS)

@@ -253,3 +253,43 @@ def test_results_of_another_program(tmp_path: Path) -> None:
         path.write_text(line + "\n")
         with pytest.raises(InputError):
             read_results(path)
+
+
+@pytest.mark.parametrize(
+    ("program", "package"),
+    [
+        ("examples/xfuser_program.py", "xfuser"),
+        ("examples/serve/ray_app.py", "ray"),
+        ("benchmarks/quantised_timeline.py", "matplotlib"),
+        ("benchmarks/residency.py", "gguf"),
+        ("benchmarks/changes.py", "gguf"),
+        ("benchmarks/mlperf/driver.py", "mlperf_loadgen"),
+        ("benchmarks/service.py", "openai"),
+        ("tools/flags_table.py", "gguf"),
+    ],
+)
+def test_a_missing_package_is_named(
+    program: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """In one sentence with the command that installs it, and exit code 2."""
+    importers = ("tools.gguf_files", "tools.checkpoint_names", "benchmarks.residency")
+    for name in (*importers, "tests.serve.serving"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("aiohttp", package):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(sys, "argv", [program])
+    with pytest.raises(SystemExit) as exit_info:
+        runpy.run_path(str(REPO / program), run_name="__main__")
+    lines = capsys.readouterr().err.splitlines()
+    assert exit_info.value.code == 2 and len(lines) == 1
+    assert lines[0].startswith(f"{Path(program).name}: The package ") and "pip install" in lines[0]
+
+
+def test_a_missing_package_of_a_program_that_runs(monkeypatch, capsys) -> None:
+    """Other missing modules are defects, with a traceback."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "json.nothing", None)
+    assert run_program(lambda: importlib.import_module("matplotlib.figure") and 0, "plot") == 2
+    assert capsys.readouterr().err.startswith("plot: The package matplotlib is not installed")
+    with pytest.raises(ModuleNotFoundError):
+        run_program(lambda: importlib.import_module("json.nothing") and 0)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -85,6 +86,25 @@ def ignore_closed_stdout() -> Iterator[None]:
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+
+
+_SECONDS_OF_TORCHRUN = 30.0
+"""torchrun ends the other ranks of a machine in this time after one has ended."""
+
+
+def print_error_once(text: str, command: str) -> None:
+    """Writes the error of a process that may be one of torchrun's ranks; see `print_error`.
+
+    The first rank of a machine writes it. The others wait until torchrun ends them; if it does not,
+    the first rank has no error, and they write theirs.
+    """
+    try:
+        is_first = env.rank() == 0 or env.local_rank() == 0
+    except InputError:  # invalid variables
+        is_first = True
+    if not is_first:
+        time.sleep(_SECONDS_OF_TORCHRUN)
+    print_error(text, command)
 
 
 def print_error(text: str, command: str = "generate.py") -> None:

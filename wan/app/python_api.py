@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import socket
+from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +45,7 @@ from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
 from wan.settings.values import choice, format_value, integer, switch
 from wan.tasks.base import Inputs, VideoParams, get_task
 from wan.utils import env
-from wan.utils.log import logger
+from wan.utils.log import logger, show_progress
 
 _EXPERT_OF_ATTRIBUTE = {
     "high_noise_model": "high_noise",
@@ -72,6 +75,11 @@ class DefaultStr(str):
     """A default like `DefaultFloat`."""
 
 
+Result = Tensor | Any
+"""What `generate` returns: a tensor, or None on ranks other than 0.
+
+It is not `Tensor | None`, so that type checkers do not require a check for None on one rank.
+"""
 GuideScale = float | tuple[float, float]
 GUIDANCE = DefaultFloat(5.0)
 UNGUIDED = DefaultFloat(1.0)
@@ -212,8 +220,9 @@ class Generator:
         *,
         group_by_expert: bool = False,
         offload_model: Offload = True,
+        progress: bool = True,
         **shared: Any,
-    ) -> Iterator[Tensor | None]:
+    ) -> Iterator[Result]:
         """Generates a video for each call, in order, and loads every network only once.
 
         All calls are checked before this returns. An error ends the iteration.
@@ -222,6 +231,7 @@ class Generator:
             calls: Prompts, or mappings with arguments of `generate`.
             group_by_expert: As --group_by_expert.
             offload_model: As for `generate`, for all calls.
+            progress: As for `generate`, for all calls.
             **shared: Arguments of all calls; those of a call override them.
 
         Returns:
@@ -234,6 +244,7 @@ class Generator:
             offload = OFFLOAD_MODEL("`offload_model`", offload_model)
             setup = self._make_call_setup(offload)
             is_grouped = switch("`group_by_expert`", group_by_expert)
+            has_bars = switch("`progress`", progress)
             if is_grouped:
                 setup.check_grouping()
             if isinstance(calls, str | Mapping) or not isinstance(calls, Iterable):
@@ -241,14 +252,15 @@ class Generator:
             video_calls = [
                 self._prepare_call(self._bind_arguments(call, shared), setup) for call in calls
             ]
-        return self._generate_videos(video_calls, offload, is_grouped)
+        return self._generate_videos(video_calls, offload, is_grouped, has_bars)
 
-    def _generate_video(self, call: dict[str, Any]) -> Tensor | None:
+    def _generate_video(self, call: dict[str, Any]) -> Result:
         """Generates one video from the arguments of `generate`."""
         with name_settings(PYTHON_NAMING):
             offload = OFFLOAD_MODEL("`offload_model`", call["offload_model"])
+            has_bars = switch("`progress`", call["progress"])
             video_call = self._prepare_call(call, self._make_call_setup(offload))
-        (video,) = self._generate_videos([video_call], offload, False)
+        (video,) = self._generate_videos([video_call], offload, False, has_bars)
         return video
 
     def _bind_arguments(self, call: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,8 +270,9 @@ class Generator:
                 f"A call is {format_value(call)}; give a prompt, or arguments of generate."
             )
         arguments = {"input_prompt": call} if isinstance(call, str) else call
-        if "offload_model" in arguments:
-            raise InputError("offload_model applies to all calls; give it to generate_many.")
+        for name in ("offload_model", "progress"):
+            if name in arguments:
+                raise InputError(f"{name} applies to all calls; give it to generate_many.")
         try:
             bound = inspect.signature(self.generate).bind(**{**shared, **arguments})
         except TypeError as error:
@@ -272,9 +285,24 @@ class Generator:
         return call
 
     def _generate_videos(
-        self, calls: Sequence[VideoCall], offload: Offload, is_grouped: bool
-    ) -> Iterator[Tensor | None]:
-        """Yields the video of each call; `generate` may be called between two videos."""
+        self, calls: Sequence[VideoCall], offload: Offload, is_grouped: bool, has_bars: bool
+    ) -> Iterator[Result]:
+        """Yields the video of each call; `generate` may be called between two videos.
+
+        The caller's context is not changed between two videos.
+        """
+        context = copy_context()
+        videos = self._generate_in_context(calls, offload, is_grouped, has_bars)
+        try:
+            with suppress(StopIteration):
+                while True:
+                    yield context.run(next, videos)
+        finally:
+            context.run(videos.close)
+
+    def _generate_in_context(
+        self, calls: Sequence[VideoCall], offload: Offload, is_grouped: bool, has_bars: bool
+    ) -> abc.Generator[Result, None, None]:
         pipeline = self._pipeline
 
         def make_output(call: VideoCall, get_latents: Callable[[], Tensor]) -> Tensor | None:
@@ -282,7 +310,7 @@ class Generator:
                 return self._generate_long_video(call)
             return get_latents() if call.output_type == "latent" else pipeline.decode(get_latents())
 
-        with name_settings(PYTHON_NAMING):
+        with name_settings(PYTHON_NAMING), show_progress(has_bars and pipeline.is_main):
             pipeline.set_offload(offload)
             try:
                 yield from Batch(pipeline, calls, group_by_expert=is_grouped).generate_videos(

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sentence is None:
             raise
         if is_main or isinstance(error, InputError):
-            failures.print_error(sentence)
+            failures.print_error_once(sentence, "generate.py")
         return get_exit_code(error)
     return 0  # ignore_closed_stdout has suppressed a BrokenPipeError
 

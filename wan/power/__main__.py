@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = failures.describe_error(error)
         if message is None:
             raise
-        failures.print_error(message, "wan.power")
+        failures.print_error_once(message, "wan.power")
         return get_exit_code(error)
 
 

@@ -321,7 +321,9 @@ def run_rank(front: Path) -> int:
             front_info = read_front_file(front)
             read_shared = partial(read_settings, front_info["settings"])
             execute = partial(_serve_rank, front_info)
-            return launch.execute_run(read_shared, execute, require_inputs=False)
+            return launch.execute_run(
+                read_shared, execute, require_inputs=False, program="wan.serve"
+            )
     except BaseException as error:
         sentence = failures.describe_error(error)
         if sentence is None:
