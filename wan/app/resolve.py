@@ -50,6 +50,7 @@ from wan.settings.errors import InputError, name_settings
 from wan.settings.execution import Execution
 from wan.settings.fields import build_from_values, list_options
 from wan.settings.flags import FLAGS, check_needed_settings
+from wan.settings.layers import merge_defaults, merge_settings
 from wan.settings.parallel import SIZE_FLAGS, Parallel
 from wan.settings.presets import PRESETS, TASK_ALIASES, Preset
 from wan.settings.rules import Values
@@ -107,17 +108,13 @@ def make_line_resolver(
 ) -> Callable[[Values], Run]:
     """Returns a function that resolves the settings of one of several videos.
 
-    They override the shared settings. The checkpoint folder is inspected once.
+    They are merged over the shared settings. The checkpoint folder is inspected once.
     """
     make_demo = partial(make_random_checkpoint, run_once)
     inspect_folder = cache(inspect_checkpoint)
 
     def resolve_line(line_settings: Values) -> Run:
-        names = {"clip_prompts"} if "prompt" in line_settings else set()
-        if "timesteps" in line_settings:  # they replace the whole schedule
-            names |= {"timesteps", "sample_steps", "sample_shift", "sigmas", "boundary_step"}
-        inherited = {name: value for name, value in shared.items() if name not in names}
-        settings = inherited | {**line_settings}
+        settings = merge_settings(line_settings, shared)
         return resolve_command_line(settings, make_demo, inspect_folder=inspect_folder)
 
     return resolve_line
@@ -402,8 +399,8 @@ def make_params(
     paths = [*folders, *sorted(files)]
     recipe_names, settings = recipes.choose_recipes(recipe_name, paths, lora_files, setup.preset)
     boundary = {} if checkpoint.boundary is None else {"boundary": checkpoint.boundary}
-    defaults = recipes.merge_defaults(settings, {**(defaults or {}), **boundary})
-    values = recipes.merge_defaults(values, defaults)
+    defaults = merge_defaults(settings, {**(defaults or {}), **boundary})
+    values = merge_defaults(values, defaults)
     params = make_video_params(setup.preset, values, image_size)
     recipes.check_svi_loras(params.chain, lora_files)
     lora_notices = lora.iter_lora_notices(loras, setup.preset.kind, bool(recipe_names))
