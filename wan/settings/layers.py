@@ -39,13 +39,13 @@ def merge_settings(higher: Settings, lower: Settings) -> dict[str, Any]:
 
     A recipe that the higher one names counts as the settings of that recipe.
     """
-    recipe = RECIPES.get(higher.get("recipe", ""))
+    recipe, selected = RECIPES.get(higher.get("recipe", "")), dict[str, Any]()
     if recipe is not None:
-        values = {name: recipe.values[name] for name in RECIPE_SETTINGS if name in recipe.values}
-        values = {"sample_guide_scale": (1.0, 1.0), **values}
-        merged = merge_defaults(values, lower)
-        lower = {name: value for name, value in merged.items() if name not in values}
-    if higher.get("sample_solver") == "rcm":
+        selected = {n: recipe.values[n] for n in RECIPE_SETTINGS if n in recipe.values}
+        selected = {"sample_guide_scale": (1.0, 1.0), **selected}
+        lower = merge_defaults(selected, lower)
+        lower = {name: value for name, value in lower.items() if name not in selected}
+    if {**selected, **higher}.get("sample_solver") == "rcm":
         lower = {name: value for name, value in lower.items() if name != "sample_shift"}
     return merge_defaults(higher, lower)
 

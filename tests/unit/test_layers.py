@@ -1,0 +1,152 @@
+"""Settings of one video over shared settings, in each front end: the same video, or a refusal.
+
+A row has the shared settings, those of one video, and settings of a single layer that give the same
+video; None: refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wan
+from tests.refusals import get_refusal
+from wan.app import flag_parser
+from wan.app.resolve import make_line_resolver, resolve_settings
+from wan.serve import fields
+from wan.settings.errors import InputError
+from wan.settings.flags import PYTHON_KEYWORDS, read_settings
+from wan.tasks.base import VideoParams
+
+Settings = dict[str, Any]
+DEMO = str(Path(wan.__file__).parents[1] / "examples" / "demo" / "t2v-A14B")
+COMMON = {"ckpt_dir": DEMO, "size": "64*64", "frame_num": 5, "base_seed": 1}
+LISTED = {"sample_solver": "euler", "timesteps": "1000,900,500,300"}
+RCM = {"sample_solver": "rcm", "sample_steps": 2}
+EULER = {"sample_solver": "euler", "sample_steps": 2}
+APG = {"guider": "apg", "apg_eta": 0.5, "sample_steps": 2, "sample_guide_scale": 3}
+ROWS: list[tuple[Settings, Settings, Settings | None]] = [
+    (LISTED, {"sample_steps": 8}, {"sample_solver": "euler", "sample_steps": 8}),
+    (
+        LISTED,
+        {"sample_shift": 3, "sample_steps": 2},
+        {**EULER, "sample_shift": 3},
+    ),
+    (LISTED, {"sigmas": "beta", "sample_steps": 2}, {**EULER, "sigmas": "beta"}),
+    (LISTED, {"sample_solver": "unipc", "sample_steps": 2}, {"sample_steps": 2}),
+    (
+        {**EULER, "sample_shift": 3, "boundary_step": 1, "sigmas": "beta"},
+        {"timesteps": "900,300"},
+        {"sample_solver": "euler", "timesteps": "900,300"},
+    ),
+    ({**EULER, "boundary_step": 2}, {"sample_steps": 3}, {**EULER, "sample_steps": 3}),
+    ({**RCM, "ode": True, "sigma_max": 90}, {"sample_solver": "unipc"}, {"sample_steps": 2}),
+    (RCM, {"sample_shift": 3}, None),
+    ({**EULER, "sample_shift": 3, "sigmas": "beta"}, {"sample_solver": "rcm"}, RCM),
+    (
+        {"sample_solver": "rcm", "timesteps": "900,300"},
+        {"sigma_max": 90, "sample_steps": 2},
+        {**RCM, "sigma_max": 90},
+    ),
+    (
+        {**RCM, "sigma_max": 90},
+        {"timesteps": "900,300"},
+        {"sample_solver": "rcm", "timesteps": "900,300"},
+    ),
+    (
+        APG,
+        {"guider": "cfg_zero", "zero_init_steps": 1},
+        {"guider": "cfg_zero", "zero_init_steps": 1, "sample_steps": 2, "sample_guide_scale": 3},
+    ),
+    (
+        {**APG, "slg_blocks": 1, "slg_start": 0.2},
+        {"sample_guide_scale": 1},
+        {"sample_steps": 2, "sample_guide_scale": 1},
+    ),
+    (
+        {"sample_steps": 8, "sample_shift": 3, "sample_guide_scale": 3},
+        {"recipe": "rcm-4step"},
+        {"recipe": "rcm-4step"},
+    ),
+    ({"recipe": "rcm-4step"}, {"sample_shift": 3}, None),
+    # Exclusive or useless settings of one layer.
+    ({}, {**LISTED, "sample_steps": 8}, None),
+    ({}, {**LISTED, "sample_shift": 3}, None),
+    ({}, {**RCM, "sample_shift": 3}, None),
+    ({}, {"strength": 0.5}, None),
+    ({}, {"slg_start": 0.5}, None),
+    ({}, {"apg_eta": 0.5}, None),
+]
+
+
+def parse(settings: Settings) -> Settings:
+    """Parses settings as flags of a command line."""
+    return flag_parser.parse_flags([f"--{name}={value}" for name, value in settings.items()])
+
+
+def resolve_record(shared: Settings, video: Settings, folder: Path) -> VideoParams:
+    record = folder / "record.json"
+    run = resolve_settings(parse({**COMMON, **shared, "prompt": "a", "save_file": "x/v.mp4"}))
+    record.write_text(json.dumps({"settings": run.settings}, default=str))
+    arguments = {"from_json": record, "save_file": "x/v.mp4", **video}
+    return resolve_settings(parse(arguments)).params
+
+
+def resolve_line(shared: Settings, video: Settings, folder: Path) -> VideoParams:
+    file = folder / "lines.txt"
+    file.write_text(json.dumps({"prompt": "a", **video}))
+    arguments = {**COMMON, **shared, "prompt_file": file, "save_file": folder / "out"}
+    return resolve_settings(parse(arguments)).params
+
+
+def resolve_request(shared: Settings, video: Settings, folder: Path) -> VideoParams:
+    flags = parse({**COMMON, **shared, "save_file": folder / "video.mp4"})
+    run = resolve_settings(flags, require_inputs=False)
+    request = fields.parse_request({"prompt": "a", **video}, run, ("t2v-A14B",))
+    return make_line_resolver(flags)(read_settings(request.settings)).params
+
+
+@pytest.mark.parametrize("resolve", [resolve_record, resolve_line, resolve_request])
+def test_settings_of_a_video_win_over_shared_ones(
+    resolve: Callable[[Settings, Settings, Path], VideoParams], tmp_path: Path
+) -> None:
+    wrong = []
+    for shared, video, alone in ROWS:
+        expected: Any = None
+        if alone is not None:
+            arguments = {**COMMON, "prompt": "a", "save_file": "x/v.mp4", **alone}
+            expected = resolve_settings(parse(arguments)).params
+        try:
+            actual = resolve(shared, video, tmp_path)
+        except InputError as error:
+            actual = None if expected is None else str(error)  # type: ignore[assignment]
+        if actual != expected:
+            wrong.append((shared, video, actual, expected))
+    assert not wrong, "\n\n".join(map(str, wrong))
+
+
+def test_keywords_of_a_call_win_over_shared_ones(tiny: Any) -> None:
+    model = wan.WanT2V("t2v-A14B", tiny("t2v-A14B"))
+    common: Settings = {"size": (32, 32), "frame_num": 1, "seed": 1, "output_type": "latent"}
+    common["offload_model"] = False
+
+    def rename(settings: Settings) -> Settings:
+        return {PYTHON_KEYWORDS.get(name, name): value for name, value in settings.items()}
+
+    wrong = []
+    for shared, video, alone in ROWS:
+        call = {"input_prompt": "a", **rename(video)}
+        if alone is None:
+            if not get_refusal(model.generate_many, [call], **common, **rename(shared)):
+                wrong.append((shared, video, "accepted"))
+            continue
+        (latents,) = model.generate_many([call], **common, **rename(shared))
+        expected = model.generate("a", **common, **rename(alone))
+        if not torch.equal(latents, expected):
+            wrong.append((shared, video, "another video"))
+    assert not wrong, "\n".join(map(str, wrong))
