@@ -111,6 +111,50 @@ def resolve_request(shared: Settings, video: Settings, folder: Path) -> VideoPar
     return make_line_resolver(flags)(read_settings(request.settings)).params
 
 
+def resolve_json_record(shared: Settings, video: Settings, folder: Path) -> VideoParams:
+    record = folder / "record.json"
+    record.write_text(json.dumps({"settings": {"prompt": "a", **video}}))
+    arguments = {**COMMON, **shared, "from_json": record, "save_file": "x/v.mp4"}
+    return resolve_settings(parse(arguments)).params
+
+
+@pytest.mark.parametrize("resolve", [resolve_json_record, resolve_line, resolve_request])
+def test_whole_numbers_of_json(
+    resolve: Callable[[Settings, Settings, Path], VideoParams], tmp_path: Path
+) -> None:
+    """9.0 is an integer of JSON Schema; texts that only Python reads, and true, are no numbers."""
+    flags: Settings = {"sample_guide_scale": 3}
+    video = {"sample_steps": 3, "boundary_step": 1, "slg_blocks": [1, 2]}
+    floats = {"sample_steps": 3.0, "boundary_step": 1.0, "slg_blocks": [1.0, 2.0]}
+    params = resolve(flags, video, tmp_path)
+    assert resolve(flags, floats, tmp_path) == params and type(params.sample_steps) is int
+    wrong = []
+    invalid = ("1_0", "\u0663", "\uff13", " 3", "3 ", True, 1e400, float("nan"), "nan", [[3]])
+    for name in ("sample_steps", "boundary_step", "sample_shift", "nag_scale"):
+        resolve(flags, {name: 3}, tmp_path)
+        for value in invalid:
+            try:
+                resolve(flags, {name: value}, tmp_path)
+            except InputError:
+                continue
+            wrong.append((name, value))
+    assert not wrong
+
+
+def test_names_of_sizes_and_seeds(tmp_path: Path) -> None:
+    """A request has the values of a line of a prompt file under the same names."""
+    flags: Settings = {"size": "128*128", "sample_steps": 2}
+    shared = parse({"ckpt_dir": DEMO, **flags, "save_file": tmp_path / "video.mp4"})
+    run = resolve_settings(shared, require_inputs=False)
+    for size in ([64, 96], [64.0, 96.0], "64*96", "64x96", "64X96"):
+        body = {"prompt": "a", "size": size, "seeds": [4, 5.0]}
+        request = fields.parse_request(body, run, ("t2v-A14B",))
+        assert request.settings["size"] == "64*96" and request.settings["base_seed"] == [4, 5]
+    for size in ([64], [64, 96, 1], ["64", True], [64.5, 64], "64*9_6", "٦٤*96", 64, {}, "0*64"):
+        with pytest.raises(InputError):
+            fields.parse_request({"prompt": "a", "size": size}, run, ("t2v-A14B",))
+
+
 @pytest.mark.parametrize("resolve", [resolve_record, resolve_line, resolve_request])
 def test_settings_of_a_video_win_over_shared_ones(
     resolve: Callable[[Settings, Settings, Path], VideoParams], tmp_path: Path
