@@ -7,6 +7,7 @@ video; None: refused.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,41 @@ def test_keywords_of_a_call_win_over_shared_ones(tiny: Any) -> None:
         if not torch.equal(latents, expected):
             wrong.append((shared, video, "another video"))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_the_remedy_of_a_missing_folder_can_be_followed(tiny: Any) -> None:
+    """Only the command line has a demo; the classes name a wrong task before a missing folder."""
+    folder = str(tiny("t2v-A14B"))
+    with pytest.raises(InputError, match="leave it out to try the demo"):
+        resolve_settings(parse({"ckpt_dir": "nope", "save_file": "x/v.mp4"}))
+    assert resolve_settings(parse({"save_file": "x/v.mp4"})).setup.checkpoint.folder is not None
+    for arguments, words in (
+        (("t2v-A14B", "nope"), "checkpoint_dir=nope does not exist; give the folder"),
+        (("t2v-A14B", "no/pe"), "checkpoint_dir=no/pe is not a folder; download"),
+        (("t2v-A14B",), "checkpoint_dir=None must be the folder of a checkpoint"),
+        (("nosuch",), "config is nosuch"),
+        (("nosuch", folder), "config is nosuch"),
+    ):
+        message = get_refusal(wan.WanT2V, *arguments)
+        assert words in message and "leave it out" not in message
+
+
+def test_an_unknown_home_folder_is_no_folder_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without HOME, and without an entry of the user, or with a relative HOME."""
+    flags = [*("save_file", "image", "ckpt_dir", "lora", "src_ref_images", "prompt_file")]
+    unknown_user = ["~nobody_of_this_name/x"]
+    monkeypatch.setenv("HOME", "/home/fox")
+    for name in flags:
+        parsed = parse({name: "~/x"})[name]
+        assert "/home/fox/x" in str(parsed) and parse({name: "~x.mp4"})
+    for home in ("", "fox", None):
+        monkeypatch.setenv("HOME", home or "")
+        if home is None:
+            monkeypatch.delenv("HOME")
+            monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no entry of the user
+        for name in flags:
+            for path in ("~/x", "~", *unknown_user):
+                with pytest.raises(InputError, match="that folder is unknown; set HOME"):
+                    parse({name: path})
+        model_folder = get_refusal(wan.WanT2V, "t2v-A14B", "~/x")
+        assert "that folder is unknown" in model_folder

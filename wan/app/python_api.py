@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +41,7 @@ from wan.settings.flags import (
 )
 from wan.settings.layers import merge_settings
 from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
-from wan.settings.values import choice, format_value, integer, switch
+from wan.settings.values import choice, expand_home, format_value, integer, switch
 from wan.tasks.base import Inputs, VideoParams, get_task
 from wan.utils import env
 from wan.utils.log import logger
@@ -104,7 +103,7 @@ class Generator:
     def __init__(
         self,
         config: Any,
-        checkpoint_dir: str | Path,
+        checkpoint_dir: str | Path | None = None,
         device_id: int = 0,
         rank: int = 0,
         t5_fsdp: bool = False,
@@ -122,7 +121,7 @@ class Generator:
                 sample_neg_prompt, file names (t5_checkpoint, t5_tokenizer, vae_checkpoint) and
                 float32 as t5_dtype or param_dtype are used; the networks' sizes come from the
                 checkpoint.
-            checkpoint_dir: A folder in any layout that --ckpt_dir accepts.
+            checkpoint_dir: A folder in any layout that --ckpt_dir accepts; needed.
             device_id: Index of the accelerator; no effect on CPUs.
             rank: No effect: the rank comes from the process group.
             t5_fsdp: As --t5_fsdp.
@@ -503,7 +502,7 @@ def _inspect_checkpoint_dir(
 ) -> Checkpoint:
     if not isinstance(folder, str | Path):
         raise InputError("`ckpt_dir`", format_value(folder), "must be the folder of a checkpoint")
-    return inspect_checkpoint(Path(os.path.expanduser(folder)), network_files, presets)
+    return inspect_checkpoint(expand_home("`ckpt_dir`", str(folder)), network_files, presets)
 
 
 def _apply_config_files(

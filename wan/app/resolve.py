@@ -29,6 +29,7 @@ from wan.checkpoint import lora, lora_folder, w8a8_export
 from wan.checkpoint.headers import compute_file_digest
 from wan.checkpoint.layout import (
     Checkpoint,
+    check_checkpoint_folder,
     check_task,
     inspect_checkpoint,
     make_reference_checkpoint,
@@ -198,11 +199,14 @@ def resolve_run(
     decodes_only = "decode_latents" in values
     preset, world_size = PRESETS[TASK_ALIASES.get(name, name)], _count_ranks(values, plan)
     task, inputs = get_task(preset.kind), NO_INPUTS
-    if not decodes_only:
-        inputs = task.read_inputs(preset, values, required=require_inputs and not plan)
     folder, is_demo = _find_checkpoint_folder(values, preset)
+    has_no_files = is_demo and (plan or not folder.is_dir())
+    defaults = {} if has_no_files else read_generation_config(folder)
+    if not decodes_only:
+        is_required = require_inputs and not plan
+        inputs = task.read_inputs(preset, {**defaults, **values}, is_required)
     checkpoint: Checkpoint | None = None
-    if is_demo and (plan or not folder.is_dir()):
+    if has_no_files:
         checkpoint = make_reference_checkpoint(preset)
         if not plan:  # refuse before the demo is written
             setup, _ = make_setup(values, preset, checkpoint, world_size)
@@ -210,6 +214,8 @@ def resolve_run(
             make_demo(preset.task, folder)
             checkpoint = None
     if checkpoint is None:
+        remedy = "give the folder of a checkpoint, or leave it out to try the demo"
+        check_checkpoint_folder(folder, remedy)
         files = build_from_values(NetworkFiles, values)
         candidates = [PRESETS[key] for key in (name, TASK_ALIASES.get(name, "")) if key in PRESETS]
         checkpoint = inspect_folder(folder, files, tuple(candidates))

@@ -256,6 +256,9 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         names[name] = key
     try:
         _check_prompts(settings, files, task.uploads_without_prompt)
+        if "seconds" in api_fields and "src_video" in files and "fps" not in settings:
+            why = "depends on the frame rate of the uploaded video"
+            raise InputError("seconds", why=why, remedy="add fps, or give num_frames instead")
         priority = _apply_api_fields(api_fields, settings, run, models)
         _apply_shape(api_fields, settings, files, run)
         _apply_size(api_fields, settings)

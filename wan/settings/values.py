@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -145,7 +144,21 @@ def read_path(name: str, raw: Any) -> Path:
         raise InputError(name, why="is empty", remedy="give a path, or leave it out")
     if "\0" in raw:
         raise InputError(name, why="holds a NUL character", remedy="give a path without it")
-    return Path(os.path.expanduser(raw))  # Path.expanduser raises for an unknown user
+    return expand_home(name, raw)
+
+
+def expand_home(name: str, text: str) -> Path:
+    """Expands `~` and `~user`; refuses them where that folder is unknown, as without HOME.
+
+    Otherwise a folder with the name `~` would be made.
+    """
+    expanded, (user, slash, _) = os.path.expanduser(text), text.partition("/")
+    if user == "~" or (slash and user.startswith("~")):
+        is_empty = user == "~" and not os.path.expandvars("$HOME")  # it would be the root folder
+        if is_empty or not os.path.isabs(expanded):
+            why = f"begins with {user}, and that folder is unknown"
+            raise InputError(name, format_value(text), why, "set HOME, or give the whole path")
+    return Path(expanded)
 
 
 @partial(Reader, metavar="FILE[=STRENGTH]")
