@@ -200,13 +200,13 @@ def resolve_run(
     preset, world_size = PRESETS[TASK_ALIASES.get(name, name)], _count_ranks(values, plan)
     task, inputs = get_task(preset.kind), NO_INPUTS
     folder, is_demo = _find_checkpoint_folder(values, preset)
-    has_no_files = is_demo and (plan or not folder.is_dir())
-    defaults = {} if has_no_files else read_generation_config(folder)
+    has_files = folder.is_dir() and not (is_demo and plan)
+    defaults = read_generation_config(folder) if has_files else {}
     if not decodes_only:
         is_required = require_inputs and not plan
         inputs = task.read_inputs(preset, {**defaults, **values}, is_required)
     checkpoint: Checkpoint | None = None
-    if has_no_files:
+    if is_demo and not has_files:
         checkpoint = make_reference_checkpoint(preset)
         if not plan:  # refuse before the demo is written
             setup, _ = make_setup(values, preset, checkpoint, world_size)
