@@ -26,7 +26,7 @@ from wan.app.record import merge_layers, read_generation_config, record_settings
 from wan.app.run import INPUT_FILE_SETTINGS, InputFile, Run
 from wan.cache import policy
 from wan.checkpoint import lora, lora_folder, w8a8_export
-from wan.checkpoint.headers import compute_file_digest
+from wan.checkpoint.headers import compute_file_digest, is_folder
 from wan.checkpoint.layout import (
     Checkpoint,
     check_checkpoint_folder,
@@ -200,7 +200,7 @@ def resolve_run(
     preset, world_size = PRESETS[TASK_ALIASES.get(name, name)], _count_ranks(values, plan)
     task, inputs = get_task(preset.kind), NO_INPUTS
     folder, is_demo = _find_checkpoint_folder(values, preset)
-    has_files = folder.is_dir() and not (is_demo and plan)
+    has_files = is_folder(folder) and not (is_demo and plan)
     defaults = read_generation_config(folder) if has_files else {}
     if not decodes_only:
         is_required = require_inputs and not plan

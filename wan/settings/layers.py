@@ -61,10 +61,9 @@ def merge_defaults(higher: Settings, lower: Settings) -> dict[str, Any]:
     """
     stale = {*_list_superseded(higher, lower)}
     merged = {**{name: value for name, value in lower.items() if name not in stale}, **higher}
-    needy = [name for name in merged.keys() - higher.keys() if name in FLAGS and FLAGS[name].needs]
-    for name in needy:
-        needs = FLAGS[name].needs
-        if lower.get(needs) and not merged.get(needs):
+    for name in merged.keys() - higher.keys():
+        needs = FLAGS[name].needs if name in FLAGS else None
+        if needs is not None and lower.get(needs) and not merged.get(needs):
             del merged[name]
     if "sample_solver" not in higher and "sample_shift" in higher:
         rules.check_rules((rules.SHIFT_OF_RCM_RULE,), merged)
