@@ -279,7 +279,7 @@ def _read_key(settings: dict[str, str]) -> str:
 
 
 def build(arguments: dict[str, str]) -> Any:
-    """Makes the application from replicas, ranks (per replica), devices, journal, api_key and flags.
+    """Makes the application; arguments: replicas, ranks, devices, journal, api_key and flags.
 
     devices is "GPU", "NPU" or "" (none).
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import socket
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,13 +35,16 @@ from wan.settings.flags import (
     FLAGS,
     PYTHON_KEYWORDS,
     PYTHON_NAMING,
+    check_exclusive_settings,
+    check_needed_settings,
     is_python_setting,
     make_keyword_error,
     read_constructor_settings,
     read_settings,
 )
+from wan.settings.layers import merge_settings
 from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
-from wan.settings.values import choice, format_value, integer, switch
+from wan.settings.values import choice, expand_home, format_value, integer, switch
 from wan.tasks.base import Inputs, VideoParams, get_task
 from wan.utils import env
 from wan.utils.log import logger, show_progress
@@ -59,6 +61,7 @@ _OPTIONAL_SETTINGS = (
 _REFERENCE_IMAGES = "src_ref_images"
 _IN_MEMORY_SETTINGS = ("image", "last_image", _REFERENCE_IMAGES)
 """Settings whose values may be images in memory."""
+_FLAG_OF_KEYWORD = {keyword: flag for flag, keyword in PYTHON_KEYWORDS.items()}
 _EMBEDDING_KEYWORDS = ("prompt_embeds", "negative_prompt_embeds")
 T = TypeVar("T")
 
@@ -108,7 +111,7 @@ class Generator:
     def __init__(
         self,
         config: Any,
-        checkpoint_dir: str | Path,
+        checkpoint_dir: str | Path | None = None,
         device_id: int = 0,
         rank: int = 0,
         t5_fsdp: bool = False,
@@ -126,7 +129,7 @@ class Generator:
                 sample_neg_prompt, file names (t5_checkpoint, t5_tokenizer, vae_checkpoint) and
                 float32 as t5_dtype or param_dtype are used; the networks' sizes come from the
                 checkpoint.
-            checkpoint_dir: A folder in any layout that --ckpt_dir accepts.
+            checkpoint_dir: A folder in any layout that --ckpt_dir accepts; needed.
             device_id: Index of the accelerator; no effect on CPUs.
             rank: No effect: the rank comes from the process group.
             t5_fsdp: As --t5_fsdp.
@@ -273,6 +276,10 @@ class Generator:
         for name in ("offload_model", "progress"):
             if name in arguments:
                 raise InputError(f"{name} applies to all calls; give it to generate_many.")
+        superseded = _list_superseded_arguments(arguments, shared)
+        shared = {name: value for name, value in shared.items() if name not in superseded}
+        if "input_prompt" in superseded:  # a required argument
+            shared["input_prompt"] = ""
         try:
             bound = inspect.signature(self.generate).bind(**{**shared, **arguments})
         except TypeError as error:
@@ -386,15 +393,16 @@ class Generator:
 
     def _make_video_call(self, call: dict[str, Any], setup: Setup) -> VideoCall:
         """Checks the arguments of a call, and reads its images, audio and other inputs."""
-        params, base_inputs = self._make_call_params(call, setup)
         embeds, negative_embeds = (
             _check_prompt_embeds(name, call[name]) for name in _EMBEDDING_KEYWORDS
         )
-        output_type = choice("pt", "latent")("`output_type`", call["output_type"])
-        motion_latent = _check_motion_latent(call.get("motion_latent"), params)
-        if params.clip_prompts and (embeds is not None or negative_embeds is not None):
+        has_embeds = embeds is not None or negative_embeds is not None
+        if has_embeds and call["settings"].get("clip_prompts") is not None:
             why = "cannot be combined with `clip_prompts`"
             raise InputError("Embeddings", None, why, "give prompts instead")
+        params, base_inputs = self._make_call_params(call, setup)
+        output_type = choice("pt", "latent")("`output_type`", call["output_type"])
+        motion_latent = _check_motion_latent(call.get("motion_latent"), params)
         inputs = replace(
             base_inputs,
             prompt_embeds=embeds,
@@ -419,9 +427,9 @@ class Generator:
         if duplicates:
             name = duplicates[0]
             raise InputError(f"{name} is called {PYTHON_KEYWORDS[name]} here; use that keyword.")
-        flags = {keyword: flag for flag, keyword in PYTHON_KEYWORDS.items()}
         args = {
-            flags.get(name, name): value for name, value in {**call, **call["settings"]}.items()
+            _FLAG_OF_KEYWORD.get(name, name): value
+            for name, value in {**call, **call["settings"]}.items()
         }
         media = {
             name: _read_media(name, args[name])
@@ -450,6 +458,9 @@ class Generator:
             else {name: values[name] for name in default_names}
         )
         values = {name: value for name, value in values.items() if name not in default_names}
+        # An empty `input_prompt`, which is a required argument, is no setting.
+        check_exclusive_settings(values | {"prompt": values.get("prompt") or None})
+        check_needed_settings(values)
         task = get_task(self._preset.kind)
         inputs = task.read_inputs(self._preset, values, required=True)
         values |= task.complete_settings(self._preset, values, inputs, defaults)
@@ -470,6 +481,22 @@ def _collect_call_invariants(call: VideoCall) -> dict[str, Any]:
     del invariants["base_seed"]  # broadcast from rank 0 later
     invariants |= call.inputs.compute_digests() | {"output_type": call.output_type}
     return {f"`{name}`": {"value": value} for name, value in invariants.items()}
+
+
+def _list_superseded_arguments(call: Mapping[str, Any], shared: Mapping[str, Any]) -> set[str]:
+    """Returns the shared arguments of many calls that the arguments of a call supersede."""
+    of_call, of_all = (
+        {
+            flag: FLAGS[flag].reader(f"`{flag}`", value)
+            for flag, value in ((_FLAG_OF_KEYWORD.get(k, k), v) for k, v in arguments.items())
+            if is_python_setting(flag, "video")
+            and value is not None
+            and flag not in _IN_MEMORY_SETTINGS
+        }
+        for arguments in (call, shared)
+    )
+    superseded = of_all.keys() - merge_settings(of_call, of_all).keys()
+    return {name for name in shared if _FLAG_OF_KEYWORD.get(name, name) in superseded}
 
 
 def _find_config(config: Any) -> Any:
@@ -503,7 +530,7 @@ def _inspect_checkpoint_dir(
 ) -> Checkpoint:
     if not isinstance(folder, str | Path):
         raise InputError("`ckpt_dir`", format_value(folder), "must be the folder of a checkpoint")
-    return inspect_checkpoint(Path(os.path.expanduser(folder)), network_files, presets)
+    return inspect_checkpoint(expand_home("`ckpt_dir`", str(folder)), network_files, presets)
 
 
 def _apply_config_files(

@@ -26,9 +26,10 @@ from wan.app.record import merge_layers, read_generation_config, record_settings
 from wan.app.run import INPUT_FILE_SETTINGS, InputFile, Run
 from wan.cache import policy
 from wan.checkpoint import lora, lora_folder, w8a8_export
-from wan.checkpoint.headers import compute_file_digest
+from wan.checkpoint.headers import compute_file_digest, is_folder
 from wan.checkpoint.layout import (
     Checkpoint,
+    check_checkpoint_folder,
     check_task,
     inspect_checkpoint,
     make_reference_checkpoint,
@@ -50,6 +51,7 @@ from wan.settings.errors import InputError, name_settings
 from wan.settings.execution import Execution
 from wan.settings.fields import build_from_values, list_options
 from wan.settings.flags import FLAGS, check_needed_settings
+from wan.settings.layers import merge_defaults, merge_settings
 from wan.settings.parallel import SIZE_FLAGS, Parallel
 from wan.settings.presets import PRESETS, TASK_ALIASES, Preset
 from wan.settings.rules import Values
@@ -107,17 +109,13 @@ def make_line_resolver(
 ) -> Callable[[Values], Run]:
     """Returns a function that resolves the settings of one of several videos.
 
-    They override the shared settings. The checkpoint folder is inspected once.
+    They are merged over the shared settings. The checkpoint folder is inspected once.
     """
     make_demo = partial(make_random_checkpoint, run_once)
     inspect_folder = cache(inspect_checkpoint)
 
     def resolve_line(line_settings: Values) -> Run:
-        names = {"clip_prompts"} if "prompt" in line_settings else set()
-        if "timesteps" in line_settings:  # they replace the whole schedule
-            names |= {"timesteps", "sample_steps", "sample_shift", "sigmas", "boundary_step"}
-        inherited = {name: value for name, value in shared.items() if name not in names}
-        settings = inherited | {**line_settings}
+        settings = merge_settings(line_settings, shared)
         return resolve_command_line(settings, make_demo, inspect_folder=inspect_folder)
 
     return resolve_line
@@ -201,12 +199,15 @@ def resolve_run(
     decodes_only = "decode_latents" in values
     preset, world_size = PRESETS[TASK_ALIASES.get(name, name)], _count_ranks(values, plan)
     task, inputs = get_task(preset.kind), NO_INPUTS
-    if not decodes_only:
-        inputs = task.read_inputs(preset, values, required=require_inputs and not plan)
     folder, is_demo = _find_checkpoint_folder(values, preset)
+    has_files = is_folder(folder) and not (is_demo and plan)
+    defaults = read_generation_config(folder) if has_files else {}
+    if not decodes_only:
+        is_required = require_inputs and not plan
+        inputs = task.read_inputs(preset, {**defaults, **values}, is_required)
     checkpoint: Checkpoint | None = None
     files = build_from_values(NetworkFiles, values)
-    if is_demo and (plan or not folder.is_dir()):
+    if is_demo and not has_files:
         checkpoint = make_reference_checkpoint(preset, files)
         if not plan:  # refuse before the demo is written
             setup, _ = make_setup(values, preset, checkpoint, world_size)
@@ -214,6 +215,8 @@ def resolve_run(
             make_demo(preset.task, folder)
             checkpoint = None
     if checkpoint is None:
+        remedy = "give the folder of a checkpoint, or leave it out to try the demo"
+        check_checkpoint_folder(folder, remedy)
         candidates = [PRESETS[key] for key in (name, TASK_ALIASES.get(name, "")) if key in PRESETS]
         checkpoint = inspect_folder(folder, files, tuple(candidates))
     preset = _choose_preset(name, preset, checkpoint)
@@ -402,8 +405,8 @@ def make_params(
     paths = [*folders, *sorted(files)]
     recipe_names, settings = recipes.choose_recipes(recipe_name, paths, lora_files, setup.preset)
     boundary = {} if checkpoint.boundary is None else {"boundary": checkpoint.boundary}
-    defaults = recipes.merge_defaults(settings, {**(defaults or {}), **boundary})
-    values = recipes.merge_defaults(values, defaults)
+    defaults = merge_defaults(settings, {**(defaults or {}), **boundary})
+    values = merge_defaults(values, defaults)
     params = make_video_params(setup.preset, values, image_size)
     recipes.check_svi_loras(params.chain, lora_files)
     lora_notices = lora.iter_lora_notices(loras, setup.preset.kind, bool(recipe_names))

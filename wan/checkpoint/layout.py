@@ -198,6 +198,18 @@ def make_reference_checkpoint(preset: Preset, network_files: NetworkFiles = NO_F
     return Checkpoint(None, "official", preset.kind, experts, **components)
 
 
+def check_checkpoint_folder(folder: Path, remedy: str = "give the folder of a checkpoint") -> None:
+    """Raises InputError if a checkpoint folder does not exist."""
+    if is_folder(folder):
+        return
+    why = "is a file" if folder.exists() else "does not exist"
+    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and str(folder)[0] != "."
+    if is_hub_name and not folder.exists():
+        why = "is not a folder"
+        remedy = "download the checkpoint first, if it is a model hub's name, and give its folder"
+    raise InputError("`ckpt_dir`", folder, why, remedy)
+
+
 def inspect_checkpoint(
     folder: Path,
     network_files: NetworkFiles = NO_FILES,
@@ -212,17 +224,7 @@ def inspect_checkpoint(
     Raises:
         InputError: The folder is no checkpoint, is damaged, or holds several matching networks.
     """
-    if not is_folder(folder):
-        why = "does not exist"
-        remedy = "give the folder of a checkpoint, or leave it out to try the demo"
-        if folder.exists():
-            why = "is a file"
-        elif re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not str(folder).startswith("."):
-            why = "is not a folder"
-            remedy = (
-                "download the checkpoint first, if it is a model hub's name, and give its folder"
-            )
-        raise InputError("`ckpt_dir`", folder, why, remedy)
+    check_checkpoint_folder(folder)
     finder, index = WeightFinder(folder), _PipelineIndex.read(folder)
     diffusers = any((folder / name).is_dir() for name in _DIFFUSERS_FOLDERS.values())
     experts = _read_explicit_experts(network_files, presets)

@@ -26,7 +26,7 @@ from wan.checkpoint.lora_reader import MAX_ABS, Lora, LoraFile, LoraReader
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
-from wan.settings.values import format_value
+from wan.settings.values import expand_home, format_value, parse_number
 
 _FLAGS = {"both": "lora", "high_noise": "lora_high_noise", "low_noise": "lora_low_noise"}
 _RELIGHTING_FLAG = "use_relighting_lora"
@@ -41,15 +41,14 @@ def parse_lora_file(text: str) -> LoraFile:
     """
     file, equals, tail = text.rpartition("=")
     try:
-        strength = float(tail) if equals else None
+        float(tail if equals else "no number")
     except ValueError:
-        strength = None
-    if strength is None:
-        return LoraFile(Path(os.path.expanduser(text)))
-    if not abs(strength) <= MAX_ABS:
+        return LoraFile(expand_home("LoRA", text))
+    strength = parse_number(tail)
+    if strength is None or abs(strength) > MAX_ABS:
         why = f"has the strength {format_value(tail)}"
         raise InputError("LoRA", file, why, f"give a number from -{MAX_ABS:g} to {MAX_ABS:g}")
-    return LoraFile(Path(os.path.expanduser(file)), strength)
+    return LoraFile(expand_home("LoRA", file), strength)
 
 
 def list_lora_files(values: Mapping[str, Any]) -> dict[str, tuple[LoraFile, ...]]:

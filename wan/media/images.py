@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from wan.settings.errors import InputError
-from wan.settings.values import format_value
+from wan.settings.values import expand_home, format_value
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def convert_to_image(value: object, setting: str = "image") -> Image.Image:
     from PIL import Image
 
     if isinstance(value, str | Path):
-        return read_image(Path(os.path.expanduser(value)), setting)
+        return read_image(expand_home(f"`{setting}`", str(value)), setting)
     source = ImageSetting(setting)
     with _catch_decoder_errors(source):
         if isinstance(value, Image.Image):

@@ -30,9 +30,11 @@ from wan.settings.values import (
     format_value,
     integer,
     join_with_or,
+    parse_number,
     read_image_files,
     read_path,
     real,
+    split_list,
 )
 from wan.settings.video_options import INPUT_OPTIONS, MAX_REFERENCE_IMAGES
 
@@ -66,6 +68,7 @@ API_FIELDS = {
     "num_inference_steps": ApiField("sample_steps"),
     "flow_shift": ApiField("sample_shift"),
     "seed": ApiField("base_seed"),
+    "seeds": ApiField("base_seed"),
     "input_reference": ApiField("image"),
     "image_reference": ApiField("image"),
     "reference_url": ApiField("image"),
@@ -244,6 +247,9 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         names[name] = key
     try:
         _check_prompts(settings, files, run)
+        if "seconds" in api_fields and "src_video" in files and "fps" not in settings:
+            why = "depends on the frame rate of the uploaded video"
+            raise InputError("seconds", why=why, remedy="add fps, or give num_frames instead")
         priority = _apply_api_fields(api_fields, settings, run, models)
         _apply_shape(api_fields, settings, files, run)
         _apply_size(api_fields, settings)
@@ -281,11 +287,8 @@ def _check_prompts(settings: Mapping[str, Any], files: Mapping[str, bytes], run:
 
 def _normalize_value(value: Any) -> object:
     """Returns a value in a form that is equal for equal values of forms and of JSON."""
-    text = str(value).strip().lower()
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    number = parse_number(value)
+    return str(value).strip().lower() if number is None else number
 
 
 def _merge_blocks(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -457,7 +460,8 @@ def _apply_shape(
 def _apply_size(api_fields: Mapping[str, Any], settings: dict[str, Any]) -> None:
     """Writes `size` as WIDTH*HEIGHT, from `size` or from `width` and `height`, in place."""
     if "size" in settings:
-        settings["size"] = str(settings["size"]).replace("x", "*")
+        size = FLAGS["size"].reader("size", settings["size"])
+        settings["size"] = "*".join(map(str, size))
     sides = {name: api_fields[name] for name in ("width", "height") if name in api_fields}
     if len(sides) == 1:
         (name,) = sides
@@ -477,7 +481,7 @@ def _read_seeds(api_fields: Mapping[str, Any], settings: dict[str, Any]) -> list
     """
     seeds = settings.pop("base_seed", -1)
     if isinstance(seeds, str) and "," in seeds:
-        seeds = seeds.split(",")
+        seeds = split_list(seeds)
     if not isinstance(seeds, list):
         seeds = [seeds]
     counts = {

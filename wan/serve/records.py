@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +19,7 @@ from wan.serve.needed_fields import FOLDER
 from wan.serve.rows import ServiceJob
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, read_settings
+from wan.settings.values import parse_number
 from wan.utils.files import RECORD_KIND, VIDEO_KIND, is_output
 from wan.utils.log import logger
 
@@ -145,8 +145,8 @@ def _make_completed_job(name: str, record: Mapping[str, Any]) -> ServiceJob:
 
 def _parse_bounded_number(value: Any, minimum: float = 0.0) -> float:
     """Returns a number; raises ValueError if it is not finite or below `minimum`."""
-    number = float(value)
-    if not minimum <= number < 1e12 or not math.isfinite(number):
+    number = parse_number(value)
+    if number is None or not minimum <= number < 1e12:
         raise ValueError(f"{value} is out of range")
     return number
 

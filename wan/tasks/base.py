@@ -246,7 +246,7 @@ class Task:
         """Reads and checks the input files, or images in memory, that settings name.
 
         Args:
-            values: Settings; those of other subjects are ignored.
+            values: Settings, merged over the checkpoint's; those of other subjects are ignored.
             required: Refuse a video without an input that the task needs.
 
         Raises:

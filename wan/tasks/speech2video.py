@@ -126,9 +126,11 @@ class SpeechToVideo(Task):
             why = f"has no effect on {preset.task}, whose clips have `infer_frames`"
             raise InputError("`frame_num`", None, why, "drop it")
         check_clip_settings(preset, values)
-        if values.get("fps", preset.fps) != preset.fps:
+        fps = {"fps": preset.fps, **defaults, **values}["fps"]
+        if fps != preset.fps:
             why = f"would break the sync with the audio: {preset.task} has {preset.fps:g} fps"
-            raise InputError("`fps`", f"{values['fps']:g}", why, "drop it")
+            remedy = "drop it" if "fps" in values else "remove it from generation_config.json"
+            raise InputError("`fps`", f"{fps:g}", why, remedy)
         if values.get("audio_sync") and values.get("start_from_ref"):
             why = "has no effect with `start_from_ref`, where frames and audio start together"
             raise InputError("`audio_sync`", None, why, "drop one of them")
