@@ -112,14 +112,15 @@ def test_compiled_values_of_any_bytes(kind: str) -> None:
         torch.testing.assert_close(values, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("missing", ["compiler", "cache"])
+@pytest.mark.parametrize("missing", ["compiler", "cache", "private cache"])
 def test_weights_are_dequantized_without_a_compiler_or_a_cache(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from torch._inductor import config
 
     (tmp_path / "file").touch()
-    cache = tmp_path if missing == "compiler" else tmp_path / "file" / "folder"
+    cache = tmp_path / "file" / "folder" if missing == "cache" else tmp_path
+    tmp_path.chmod(0o777 if missing == "private cache" else 0o700)
     compiler = str(tmp_path / "g++") if missing == "compiler" else "g++"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     torch._dynamo.reset()
