@@ -7,13 +7,11 @@ as this user.
 
 from __future__ import annotations
 
-import atexit
 import errno
 import grp
 import hashlib
 import os
 import pwd
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, MutableMapping
@@ -26,10 +24,11 @@ from wan.utils.log import logger
 from wan.utils.system import read_cpu_features
 
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
-_OTHERS = {"TRITON_CACHE_DIR": "triton", "TORCH_EXTENSIONS_DIR": "extensions"}
+_SUBFOLDERS = {"TRITON_CACHE_DIR": "triton", "TORCH_EXTENSIONS_DIR": "extensions"}
 """Variables of other compilers' folders, and the names of their folders in that of Inductor."""
 _REFUSED: dict[str, tuple[str, str]] = {}
 """Folder that Inductor's variable names instead -> the refused folder, and why it was refused."""
+_TEMPORARY_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 _MAX_LINKS = 40  # in one path, as in Linux
 _REMEDY = "name a folder in which only you can write"
 
@@ -57,7 +56,7 @@ def prepare_compiler_cache(environ: MutableMapping[str, str] = os.environ) -> Pa
             folder = _make_temporary_folder()
             _REFUSED[str(folder)] = refused, problem
     environ[_INDUCTOR] = str(folder)
-    for variable, name in _OTHERS.items():
+    for variable, name in _SUBFOLDERS.items():
         other_folder = environ.get(variable, "")
         if not other_folder:
             environ[variable] = str(folder / name)
@@ -90,21 +89,17 @@ def _make_default_folder(environ: MutableMapping[str, str]) -> Path:
 
 
 def _make_temporary_folder() -> Path:
-    """Makes a folder that this process removes at its end."""
+    """Makes a folder that is removed when this process ends."""
     try:
-        folder = Path(tempfile.mkdtemp(prefix="wan-compiled-"))
+        temporary = tempfile.TemporaryDirectory(prefix="wan-compiled-", ignore_cleanup_errors=True)
     except OSError as error:
         why = f"cannot be made ({error.strerror})"
         raise InputError("A folder for compiled code", None, why, _REMEDY) from error
-    atexit.register(_remove_folder, folder, os.getpid())
+    _TEMPORARY_FOLDERS.append(temporary)
+    folder = Path(temporary.name).absolute()
     if (problem := _find_problem(folder)) is not None:
         raise InputError(f"{folder}", None, problem, _REMEDY)
     return folder
-
-
-def _remove_folder(folder: Path, pid: int) -> None:
-    if os.getpid() == pid:  # no fork of the process that made it
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _make_private_folder(folder: Path) -> str | None:
