@@ -258,6 +258,8 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         messages[name] = get_refusal(read_file_headers, path)
     counts = 2**64 - 1, 2**31, 70_000
     contents = {f"{keys} keys": struct.pack("<IQQ", 3, 0, keys) for keys in counts}
+    contents |= {f"{tensors} tensors": struct.pack("<IQQ", 3, tensors, 0) for tensors in counts}
+    contents["no name"] = struct.pack("<IQQQIQIQ", 3, 1, 0, 0, 1, 32, 0, 0)
     contents["strings"] = struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**21)
     for name, content in contents.items():
         path.write_bytes(b"GGUF" + content)

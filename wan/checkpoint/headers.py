@@ -19,6 +19,7 @@ from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, read_pickle_header
 from wan.checkpoint.tensor_info import (
     FLOATS,
     FP8,
+    MAX_AXES,
     SAFETENSORS_SUFFIXES,
     TensorInfo,
     read_file_state,
@@ -150,6 +151,9 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
         offsets = read_safetensors_offsets(path)
         for name in handle.keys():  # noqa: SIM118
             dtype, shape = offsets[name][0], tuple(offsets[name][1])
+            if len(shape) > MAX_AXES:
+                why = f"has a tensor of {len(shape)} axes, and {MAX_AXES} are supported"
+                raise InputError(f"{path}", None, why, "give the weights of a network")
             digits = re.search(r"\d+", dtype)  # bits of an element: BF16, F8_E4M3; not of BOOL
             bits = int(digits[0]) if digits else 8
             size = prod(shape) * bits // 8
