@@ -38,6 +38,7 @@ from wan.settings.errors import (
 from wan.settings.flags import read_settings
 from wan.utils import env, log
 from wan.utils.log import logger
+from wan.utils.text_streams import set_up_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -311,6 +312,7 @@ def run_rank(front: Path) -> int:
     Returns:
         The exit codes of generate.py.
     """
+    set_up_text()
     try:
         with failures.raise_on_sigterm():
             log.set_up_logging(env.rank() == 0)
