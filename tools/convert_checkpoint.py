@@ -47,7 +47,7 @@ from wan.checkpoint.load import open_sources, read_headers
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
-from wan.utils.files import OutputKind, make_json_kind, remove_output, write_output
+from wan.utils.files import OutputKind, list_files, make_json_kind, remove_output, write_output
 from wan.utils.log import set_up_logging
 
 UNFINISHED = "unfinished_conversion.json"
@@ -87,9 +87,9 @@ def convert_checkpoint(
         for dit in experts.values():
             for name, info in dit.tensors.items():
                 by_file.setdefault(info.file, {})[name] = info
+    files = {*list_files(ckpt_dir)} - old
     sources = {info.file for tensors in by_file.values() for info in tensors.values()}
     _mark_unfinished(out, {"from": compute_fingerprint(sorted(sources)), "dtype": "bf16"})
-    files = {path for path in ckpt_dir.rglob("*") if path.is_file()} - old
     for file in sorted(files | by_file.keys()):
         target = out / file.relative_to(ckpt_dir)
         indexes_old = file.name.endswith(_INDEX) and file.parent in {path.parent for path in old}

@@ -42,6 +42,7 @@ from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
 from wan.settings.values import choice, format_value, integer, switch
 from wan.tasks.base import Inputs, VideoParams, get_task
 from wan.utils import env
+from wan.utils.files import check_link
 from wan.utils.log import logger
 
 _EXPERT_OF_ATTRIBUTE = {
@@ -492,6 +493,8 @@ def _apply_config_files(
         "tokenizer": checkpoint.folder / config.t5_tokenizer,
     }
     paths = {name: path for name, path in paths.items() if not getattr(network_files, name, None)}
+    for path in paths.values():
+        check_link(path)
     return replace(checkpoint, **{name: path for name, path in paths.items() if path.exists()})
 
 
