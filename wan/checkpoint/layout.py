@@ -403,7 +403,7 @@ def _find_audio_encoder(folder: Path) -> Path | None:
 
 
 def _check_links(folder: Path) -> None:
-    """Refuses a folder for transformers that holds a link to nothing, which it may pass over."""
+    """Refuses a component's folder with a link to nothing, which libraries may pass over."""
     for path in sorted(folder.iterdir()):
         check_link(path)
 
@@ -438,7 +438,10 @@ def _find_official_file(folder: Path, stem: str) -> Path | None:
 
 def _find_diffusers_component(folder: Path) -> Path | None:
     """Returns a folder in the layout of diffusers or transformers if its weights are complete."""
-    return folder if has_folder(folder) and read_folder_headers(folder) else None
+    if not has_folder(folder):
+        return None
+    _check_links(folder)
+    return folder if read_folder_headers(folder) else None
 
 
 def _read_folder_experts(
