@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             temporary.write_text(json.dumps({"pairs": results}, indent=1) + "\n")
     if options.page is not None:
         with write_output(options.page, PAGE) as temporary:
-            temporary.write_text(format_page(results), encoding="utf-8")
+            temporary.write_text(format_page(results), encoding="utf-8", errors="backslashreplace")
     print(format_table(results))
     for result in results:
         for video, suspicions in zip(result["videos"], result["suspicious"], strict=True):

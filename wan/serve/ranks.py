@@ -31,6 +31,7 @@ from wan.settings.errors import (
     InputError,
     NotFiniteError,
     WriteError,
+    escape_controls,
     get_exit_code,
     is_disk_full,
     is_out_of_memory,
@@ -262,7 +263,7 @@ class RankWorker:
 
 def _classify_error(error: BaseException) -> tuple[str, str]:
     """Returns the error code and the message for the user."""
-    sentence = failures.describe_error(error) or f"{type(error).__name__}: {error}"
+    sentence = failures.describe_error(error) or escape_controls(f"{type(error).__name__}: {error}")
     if isinstance(error, EndedError):
         return error.code, str(error)
     if isinstance(error, NotFiniteError):
