@@ -83,6 +83,17 @@ def read_image(path: Path, setting: str = "image") -> Image.Image:
         return _convert_to_rgb(image, image_setting)
 
 
+def is_image_file(path: Path) -> bool:
+    """Whether a file begins like an image of any format that Pillow knows."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings(action="ignore"), path.open("rb") as file, Image.open(file):
+            return True
+    except Exception:  # any error of Pillow's decoders
+        return False
+
+
 def convert_to_image(value: object, setting: str = "image") -> Image.Image:
     """Converts a Python value to an RGB image, with the rules of `read_image`.
 
