@@ -419,5 +419,5 @@ def _select_weights(path: Path, content: Any) -> dict[str, PickledTensor]:
 
 def _convert_alpha(name: str, value: Any) -> Any:
     """Returns the description of a Python number that is a LoRA's alpha, and other values as is."""
-    is_alpha = name.endswith(_ALPHA_END) and type(value) in (int, float) and abs(value) < 2**63
+    is_alpha = name.endswith(_ALPHA_END) and type(value) in (int, float)
     return PickledTensor("F64", (), (), 0, 0, 0, value) if is_alpha else value

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _SRGB_GAMMA = 1 / 2.2  # of PNG's gAMA
+_MODES = ("RGB", "RGBA", "L", "LA", "P", "PA")
 _MAX_GAMMA_ERROR = 0.05  # relative; 0.45455 and 0.45 are sRGB's
 
 
@@ -25,12 +26,12 @@ def convert_to_srgb(image: Image.Image, name: str) -> Image.Image:
         name: For the log.
     """
     profile, gamma = image.info.get("icc_profile"), image.info.get("gamma")
-    if profile and image.mode in ("RGB", "RGBA", "L", "LA", "P", "PA", "CMYK"):
+    if profile and image.mode in (*_MODES, "CMYK"):
         return _apply_profile(image, profile, name)
-    is_tagged = profile or "srgb" in image.info or not isinstance(gamma, float)
-    if is_tagged or abs(gamma / _SRGB_GAMMA - 1) <= _MAX_GAMMA_ERROR or not 0.01 < gamma < 100:
+    if profile or "srgb" in image.info or not isinstance(gamma, float):
         return image
-    if image.mode not in ("RGB", "RGBA", "L", "LA", "P", "PA"):
+    is_srgb = abs(gamma / _SRGB_GAMMA - 1) <= _MAX_GAMMA_ERROR
+    if is_srgb or not 0.01 < gamma < 100 or image.mode not in _MODES:
         return image
     logger.info("%s has a gamma of %.3g and is converted to sRGB.", name, gamma)
     colors, alpha = _split_alpha(image)

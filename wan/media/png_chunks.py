@@ -24,9 +24,9 @@ def open_without_large_text(file: BinaryIO) -> tuple[BinaryIO, bytes | None]:
     data = file.read(len(_SIGNATURE))
     if data == _SIGNATURE:
         data += file.read()
-        kept, profile = _select_chunks(data)
-        if len(kept) < len(data):
-            return io.BytesIO(kept), profile
+        selected, profile = _select_chunks(data)
+        if len(selected) < len(data):
+            return io.BytesIO(selected), profile
     file.seek(0)
     return file, None
 

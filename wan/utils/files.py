@@ -357,29 +357,6 @@ def has_folder(path: Path) -> bool:
     return path.is_dir()
 
 
-def list_files(folder: Path) -> list[Path]:
-    """Returns all files in a folder and its subfolders, also in those that are links, sorted.
-
-    Raises:
-        InputError: A link leads to nothing, or to a folder that contains it.
-    """
-    files: list[Path] = []
-    folders = [(folder, frozenset([folder.resolve()]))]
-    while folders:
-        current, outer_folders = folders.pop()
-        for path in current.iterdir():
-            check_link(path)
-            if path.is_dir():
-                target = path.resolve()
-                if target in outer_folders:
-                    why = f"is a link to {target}, which contains it"
-                    raise InputError(f"{path}", None, why, "remove the link")
-                folders.append((path, outer_folders | {target}))
-            elif path.is_file():
-                files.append(path)
-    return sorted(files)
-
-
 @contextmanager
 def open_regular_file(path: Path) -> Iterator[BinaryIO]:
     """Opens a regular file; devices and pipes are refused, since reading them may not end."""
