@@ -30,6 +30,7 @@ from wan.kernels.sdpa import SdpaKernel
 from wan.modules.reference_kv import ReferenceKV, ReferenceLayout, ReferencePass
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer
+from wan.utils.torch_private import use_private_compiler_cache
 
 BLOCK = 128  # rows of a block of FlexAttention's masks
 TARGET = 0.8  # of the time of FlexAttention
@@ -159,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tensors = [torch.randn(1, n, options.heads, 128, device=device, dtype=dtype) for n in lengths]
     (q, k, v), reference = tensors[:3], (tensors[3], tensors[4])
+    use_private_compiler_cache()
     runs = {
         "merged": make_merged(layout, (q, k, v), reference),
         "flex": make_flex(layout, (q, k, v), reference, torch.compile(flex_attention)),

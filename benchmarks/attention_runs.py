@@ -33,6 +33,7 @@ from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import make_rope_table
 from wan.settings.attention_modes import MODES, OVERLAP, Mode, list_head_ranges
 from wan.settings.parallel import EXCHANGES
+from wan.utils.torch_private import use_private_compiler_cache
 
 TEXT = 512
 Forward = Callable[[Callable[..., Any]], Tensor]
@@ -259,6 +260,7 @@ def compile_block(
     module: WanAttentionBlock, run: Forward, **options: Any
 ) -> tuple[common.Run, Tensor, str]:
     """Compiles a block; returns its call, its result, and the call order in its code."""
+    use_private_compiler_cache()
     fast = torch.compile(module, fullgraph=True)
     with inductor.patch({"fx_graph_cache": False, **options}), BANDWIDTH:
         result, (code,) = run_and_get_code(run, fast)

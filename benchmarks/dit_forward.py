@@ -44,6 +44,7 @@ from wan.modules.model import WanModel
 from wan.settings.numerics import keeps_fp32
 from wan.settings.values import integer
 from wan.utils import system
+from wan.utils.torch_private import use_private_compiler_cache
 
 CHANNELS, TEXT_DIM, TEXT_LEN, PATCH, HEAD_DIM = 16, 4096, 512, (1, 2, 2), 128
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -142,6 +143,7 @@ class Bench:
         shared = plain.state_dict()
         ours, compiled = self.make_our_model(shared, fused=True), self.make_our_model(shared)
         cached = self.make_our_model(shared, fused=True, text_kv_cache=True)
+        use_private_compiler_cache()
         for block in compiled.blocks:
             block.compile(fullgraph=True)
 

@@ -50,7 +50,12 @@ from wan.settings.attention_modes import MODES
 from wan.settings.numerics import keeps_fp32
 from wan.settings.parallel import EXCHANGES
 from wan.settings.values import integer
-from wan.utils.torch_private import DatalessFunctionMode, StorageTracker, init_fake_process_group
+from wan.utils.torch_private import (
+    DatalessFunctionMode,
+    StorageTracker,
+    init_fake_process_group,
+    use_private_compiler_cache,
+)
 
 HEADS, HEAD_DIM, FFN, TEXT = 40, 128, 13824, 512
 TOKENS = 75_600  # 1280*720, 81 frames
@@ -121,6 +126,7 @@ def count_compiled_traffic(
     step: Callable[..., Tensor], arguments: tuple[Any, ...]
 ) -> tuple[int, int]:
     """Compiles an op; returns Inductor's counts of bytes and kernels."""
+    use_private_compiler_cache()
     torch._dynamo.reset()
     metrics.reset()
     real = [torch.empty_like(x, device="cpu") if isinstance(x, Tensor) else x for x in arguments]

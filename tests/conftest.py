@@ -19,10 +19,13 @@ from typing import Any
 import hypothesis
 import pytest
 
+from wan.utils.compiler_cache import prepare_compiler_cache
+
 hypothesis.settings.register_profile("no deadline", deadline=None)  # the machine may be busy
 hypothesis.settings.load_profile("no deadline")
 # In a background job of a shell, the tests and their child processes would ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+prepare_compiler_cache()  # one for all tests, which move the user's cache folder
 gc.disable()  # until all modules are imported, which collections would scan many times
 Tiny = Callable[..., Path]
 

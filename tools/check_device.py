@@ -43,6 +43,7 @@ from tools.device_check.steps import (
 )
 from wan.app.failures import raise_on_sigterm
 from wan.app.flag_parser import Parser
+from wan.app.programs import run_program
 from wan.settings.errors import InputError, Terminated, WriteError, get_exit_code
 from wan.settings.execution import DEVICE_TYPES
 from wan.utils import env
@@ -287,4 +288,4 @@ def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

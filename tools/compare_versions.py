@@ -48,7 +48,11 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
 from tools.make_cases import Case  # noqa: E402
 from tools.version_cases import CASES, FIXTURES, MAY_DIFFER  # noqa: E402
 from wan.app.flag_parser import Parser  # noqa: E402
-from wan.app.programs import make_argument_type, make_output_path_type  # noqa: E402
+from wan.app.programs import (  # noqa: E402
+    make_argument_type,
+    make_output_path_type,
+    run_program,
+)
 from wan.settings.errors import InputError, WriteError, get_exit_code  # noqa: E402
 from wan.settings.values import integer, read_path  # noqa: E402
 from wan.utils.files import OutputKind, make_json_kind, remove_output, write_folder, write_output  # noqa: E402
@@ -464,4 +468,4 @@ def _run_in_process_group(work: Callable[[Case], object], case: Case) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

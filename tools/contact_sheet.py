@@ -22,7 +22,7 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_output_path_type, run_program
 from wan.media.video_reader import read_video
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, escape_controls
 from wan.utils.files import make_marked_kind, write_output
 
 FRAMES = 9  # frames of a strip
@@ -67,6 +67,7 @@ def _make_strip(video: Path, caption: str) -> Image.Image:
     for column, frame in enumerate(scaled):
         strip.paste(frame, (_GAP + column * (width + _GAP), _GAP))
     font = ImageFont.load_default(size=13)
+    caption = escape_controls(caption)
     ImageDraw.Draw(strip).text((_GAP, height + _GAP), caption, fill=_INK, font=font)
     return strip
 

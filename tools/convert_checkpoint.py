@@ -34,6 +34,7 @@ from torch import Tensor
 
 from tools.safetensors_stream import stream_safetensors
 from wan.app.flag_parser import Parser
+from wan.app.programs import run_program
 from wan.checkpoint.headers import (
     check_file_complete,
     compute_fingerprint,
@@ -46,7 +47,7 @@ from wan.checkpoint.load import open_sources, read_headers
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
-from wan.utils.files import OutputKind, make_json_kind, remove_output, write_output
+from wan.utils.files import OutputKind, check_link, make_json_kind, remove_output, write_output
 from wan.utils.log import set_up_logging
 
 UNFINISHED = "unfinished_conversion.json"
@@ -86,9 +87,9 @@ def convert_checkpoint(
         for dit in experts.values():
             for name, info in dit.tensors.items():
                 by_file.setdefault(info.file, {})[name] = info
+    files = {*_list_files(ckpt_dir)} - old
     sources = {info.file for tensors in by_file.values() for info in tensors.values()}
     _mark_unfinished(out, {"from": compute_fingerprint(sorted(sources)), "dtype": "bf16"})
-    files = {path for path in ckpt_dir.rglob("*") if path.is_file()} - old
     for file in sorted(files | by_file.keys()):
         target = out / file.relative_to(ckpt_dir)
         indexes_old = file.name.endswith(_INDEX) and file.parent in {path.parent for path in old}
@@ -105,6 +106,29 @@ def convert_checkpoint(
                 temporary.write_text(_make_index(file, target.parent), encoding="utf-8")
     remove_output(out / UNFINISHED, _STATE)
     return out
+
+
+def _list_files(folder: Path) -> list[Path]:
+    """Returns all files in a folder and its subfolders, also in those that are links, sorted.
+
+    Raises:
+        InputError: A link leads to nothing, or to a folder that contains it.
+    """
+    files: list[Path] = []
+    folders = [(folder, frozenset([folder.resolve()]))]
+    while folders:
+        current, outer_folders = folders.pop()
+        for path in current.iterdir():
+            check_link(path)
+            if path.is_dir():
+                target = path.resolve()
+                if target in outer_folders:
+                    why = f"is a link to {target}, which contains it"
+                    raise InputError(f"{path}", None, why, "remove the link")
+                folders.append((path, outer_folders | {target}))
+            elif path.is_file():
+                files.append(path)
+    return sorted(files)
 
 
 def _read_network(file: Path, dit: DitFiles) -> dict[str, TensorInfo]:
@@ -211,4 +235,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that unfinished files are removed
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -12,7 +12,7 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from wan.app.flag_parser import Parser
-from wan.app.programs import make_argument_type
+from wan.app.programs import make_argument_type, run_program
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer
@@ -36,4 +36,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from tools.safetensors_stream import stream_safetensors
 from wan.app.flag_parser import Parser
+from wan.app.programs import run_program
 from wan.checkpoint import lora
 from wan.checkpoint.layout import Checkpoint, DitFiles, inspect_checkpoint
 from wan.checkpoint.load import open_sources
@@ -208,4 +209,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that unfinished files are removed
-    sys.exit(main())
+    sys.exit(run_program(main))

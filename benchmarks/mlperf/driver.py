@@ -29,6 +29,7 @@ from wan.app.run import Run
 from wan.settings.errors import get_exit_code
 from wan.utils import log
 from wan.utils.files import VIDEO_KIND, check_output, is_output, make_json_kind, write_output
+from wan.utils.text_streams import set_up_text
 
 try:
     import mlperf_loadgen as loadgen
@@ -264,6 +265,7 @@ def run_mode(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    set_up_text()
     try:
         with failures.raise_on_sigterm():
             log.set_up_logging()

@@ -52,6 +52,7 @@ WITHOUT_TORCH = (
     "wan.cli",
     "wan.settings",
     *(f"wan.utils.{name}" for name in ("env", "system", "files", "log", "trace")),
+    *("wan.utils.compiler_cache", "wan.utils.text_streams"),
     *METERS.split(),
     *(f"wan.checkpoint.{name}" for name in ("tensor_info", "config", "headers", "gguf", "layout")),
     *(f"wan.checkpoint.{name}" for name in ("keymaps", "prefixes", "w8a8_export")),
@@ -236,7 +237,9 @@ def test_restricted_interfaces_stay_in_their_modules(path: Path) -> None:
     """Few modules use the environment, the vendors' runtimes, or private names of PyTorch."""
     name, text = module(path), path.read_text()
     if not is_under(
-        name, "wan.utils.env wan.utils.system wan.distributed.rank_env wan.app.prompt_extend"
+        name,
+        "wan.utils.env wan.utils.system wan.utils.compiler_cache wan.utils.text_streams "
+        "wan.distributed.rank_env wan.app.prompt_extend",
     ):
         assert "os.environ" not in text and "getenv" not in text
     assert "MethodType" not in text
@@ -490,6 +493,14 @@ def test_docstrings_say_what_a_function_does(path: Path) -> None:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
     docstrings = [ast.get_docstring(node) for node in nodes_of(path) if isinstance(node, kinds)]
     assert not [text for text in docstrings if text and text.split()[0] in IMPERATIVES]
+
+
+@for_each([path for path in PROGRAMS if path.relative_to(REPO).parts[0] in ("tools", "benchmarks")])
+def test_programs_print_any_text(path: Path) -> None:
+    """They set up the encoding of arguments and outputs, or call what does."""
+    text = path.read_text()
+    if re.search(r"^if __name__ ", text, re.MULTILINE):
+        assert re.search(r"\b(set_up_text|run_program|run_training_program)\(", text)
 
 
 @for_each(PROGRAMS)

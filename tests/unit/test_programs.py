@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -181,6 +183,40 @@ def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path, capsys, monkeypat
         message = capsys.readouterr().err
         assert message.startswith("make_sound.py: ") and message.count("\n") == 1
     assert path.read_text() == "precious" and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONIOENCODING": "latin-1"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "utf-8"},
+    ],
+    ids=str,
+)
+def test_text_in_any_locale(locale: dict[str, str], tmp_path: Path) -> None:
+    """Arguments and names of files are UTF-8; what an output cannot encode is escaped."""
+    text = "狐狸 é"
+    (program := tmp_path / "program.py").write_text(
+        "import sys\nfrom pathlib import Path\nfrom wan.app.programs import run_program\n"
+        "def main():\n    print(sys.argv[1], '\\udcff')\n"
+        "    Path(sys.argv[1]).write_text(sys.argv[1])\n"
+        "sys.exit(run_program(main))\n"
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    result = subprocess.run(
+        [sys.executable, program, text],
+        env=environ | {"PYTHONPATH": str(REPO)} | locale,
+        cwd=tmp_path,
+        capture_output=True,
+    )
+    assert result.returncode == 0 and result.stderr == b"", result
+    encoding = locale.get("PYTHONIOENCODING", "ascii")
+    assert result.stdout.decode(encoding) == (
+        f"{text} \udcff\n".encode(encoding, "backslashreplace").decode(encoding)
+    )
+    assert (tmp_path / text).read_text(encoding="utf-8") == text
 
 
 def test_types_of_options(tmp_path: Path, capsys) -> None:

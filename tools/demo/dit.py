@@ -29,6 +29,7 @@ from wan.modules.interfaces import ModelComponents, SingleDeviceAttention
 from wan.modules.model import WanModel
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS, TRAIN_TIMESTEPS, Preset
 from wan.settings.values import integer, real
+from wan.utils.torch_private import use_private_compiler_cache
 
 CONFIG: dict[str, Any] = {
     "dim": 192,
@@ -192,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rank, ranks = join_processes(options.threads)
     preset, part = PRESETS[options.task], options.part
     model = make_initial_dit(preset.kind, part, options.state)
+    use_private_compiler_cache()
     for block in model.blocks:
         block.compile(dynamic=False)
     file = options.state / f"{preset.kind}_{part}.pt"

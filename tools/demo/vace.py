@@ -58,6 +58,7 @@ from wan.settings.presets import PRESETS
 from wan.tasks.vace import fold_mask_to_vace_channels
 from wan.testing.random_checkpoint import write_json
 from wan.utils.files import check_output, write_folder
+from wan.utils.torch_private import use_private_compiler_cache
 
 REPO = Path(__file__).resolve().parents[2]
 DEMO, PICTURE = REPO / "examples" / "demo" / "t2v-A14B", REPO / "docs" / "vace.png"
@@ -209,6 +210,7 @@ def train_control_blocks(state: Path, part: str, steps: int, peak: float) -> Non
     ]
     prompt_embeds = encode_prompts(_load_t2v_model(), [*texts, ""])
     model = make_vace_model(part)
+    use_private_compiler_cache()
     for block in model.blocks:
         block.compile(dynamic=False)
     training = Training(model, state / f"vace_{part}.pt", steps=steps, peak=peak)

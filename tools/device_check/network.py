@@ -53,6 +53,7 @@ from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel, enumerate_topologies
 from wan.settings.presets import PRESETS
 from wan.tasks.base import VideoParams, make_video_params
+from wan.utils.torch_private import use_private_compiler_cache
 
 Grid = tuple[int, int, int]
 Weights = dict[str, Tensor]
@@ -277,6 +278,7 @@ def check_compiled(bench: Bench) -> Measurements:
     case = make_case(bench)
     weights = case.make_weights()
     eager, fast = case.make_model(weights), case.make_model(weights)
+    use_private_compiler_cache()
     graphs, inductor = 0, lookup_backend("inductor")
 
     def count_graphs(graph: GraphModule, example: list[Any]) -> Any:

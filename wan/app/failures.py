@@ -18,6 +18,7 @@ from wan.settings.errors import (
     NotFiniteError,
     Terminated,
     WriteError,
+    escape_controls,
     is_disk_full,
     is_out_of_memory,
 )
@@ -32,7 +33,7 @@ def describe_error(error: BaseException) -> str | None:
     if isinstance(error, InputError):
         error.naming = env.make_flag_naming()
     if isinstance(error, InputError | WriteError | FileChangedError | NotFiniteError):
-        return str(error)
+        return escape_controls(str(error))
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; the video was not written."
     if isinstance(error, Terminated):
@@ -44,7 +45,7 @@ def describe_error(error: BaseException) -> str | None:
         return f"Out of memory; {remedy}; --plan reports what a run needs."
     if is_disk_full(error):
         name = getattr(error, "filename", None)
-        location = "" if name is None else f" where {name} is written"
+        location = "" if name is None else f" where {escape_controls(str(name))} is written"
         return f"The disk is full{location}; make space and start again."
     return None
 
@@ -109,5 +110,6 @@ def print_error_once(text: str, command: str) -> None:
 
 def print_error(text: str, command: str = "generate.py") -> None:
     """Writes one line to stderr, prefixed with the command's name."""
-    sys.stderr.write(f"{command}: {' '.join(text.split())}\n")  # one write: several ranks may print
+    sentence = escape_controls(" ".join(text.split()))
+    sys.stderr.write(f"{command}: {sentence}\n")  # one write: several ranks may print
     sys.stderr.flush()

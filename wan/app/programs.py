@@ -12,6 +12,7 @@ from wan.app import failures
 from wan.settings.errors import InputError, get_exit_code
 from wan.settings.values import Reader, read_path
 from wan.utils.files import OutputKind, check_output
+from wan.utils.text_streams import set_up_text
 
 
 def make_argument_type(reader: Reader) -> Callable[[str], Any]:
@@ -80,6 +81,7 @@ def run_program(main: Callable[[], int | None], name: str | None = None) -> int:
         main: The program.
         name: Prefix of the error line; None: the file name of the program.
     """
+    set_up_text()
     try:
         return main() or 0
     except Exception as error:

@@ -47,6 +47,7 @@ from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
 from wan.settings.values import choice, expand_home, format_value, integer, switch
 from wan.tasks.base import Inputs, VideoParams, get_task
 from wan.utils import env
+from wan.utils.files import check_link
 from wan.utils.log import logger, show_progress
 
 _EXPERT_OF_ATTRIBUTE = {
@@ -547,6 +548,8 @@ def _apply_config_files(
         "tokenizer": checkpoint.folder / config.t5_tokenizer,
     }
     paths = {name: path for name, path in paths.items() if not getattr(network_files, name, None)}
+    for path in paths.values():
+        check_link(path)
     return replace(checkpoint, **{name: path for name, path in paths.items() if path.exists()})
 
 

@@ -18,7 +18,7 @@ from wan.settings.rules import Values
 from wan.settings.step_cache import is_parameter_used
 from wan.tasks.base import VideoParams
 from wan.utils import env
-from wan.utils.files import iterate_numbered_paths
+from wan.utils.files import has_file, iterate_numbered_paths
 
 
 def merge_layers(flags: Values) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def record_settings(
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """Reads the sampling defaults in a checkpoint's generation_config.json, if it has one."""
     path = folder / "generation_config.json"
-    if not path.is_file():
+    if not has_file(path):
         return {}
     raw, allowed = read_json(path), [name for name, flag in FLAGS.items() if flag.checkpoint]
     for key in raw:

@@ -58,6 +58,7 @@ from wan.settings.rules import Values
 from wan.settings.step_cache import StepCache
 from wan.tasks.base import NO_INPUTS, Inputs, VideoParams, get_task, make_video_params
 from wan.utils import env
+from wan.utils.files import has_folder
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
@@ -424,7 +425,7 @@ def _find_checkpoint_folder(values: Values, preset: Preset) -> tuple[Path, bool]
     if "ckpt_dir" in values:
         return values["ckpt_dir"], False
     official = Path(preset.folder)
-    if official.is_dir():
+    if has_folder(official):
         return official, False
     for name in ("dit", "dit_high_noise", "dit_low_noise"):
         if name in values:

@@ -14,6 +14,7 @@ from wan.settings.errors import InputError
 from wan.settings.presets import MODEL_TYPES, PRESETS, Preset
 from wan.settings.sound import FIXED_CONFIG, INJECT_LAYERS
 from wan.settings.values import format_value
+from wan.utils.files import has_file
 
 NETWORK_KEYS = {
     "s2v": "casual_audio_encoder.weights",  # the official spelling of "causal"
@@ -148,7 +149,7 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
     """
     sizes = _infer_config_from_shapes(folder, tensors)
     path = folder / "config.json"
-    config_json = _read_config_json(path) if path.is_file() else {}
+    config_json = _read_config_json(path) if has_file(path) else {}
     for key, value in sizes.items():
         json_value = config_json.get(key, value)
         if type(json_value) is not type(value) or json_value != value:
@@ -214,7 +215,7 @@ def _read_s2v_config(
     path: Path, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the arguments that only S2V's network has."""
-    config_json = read_json(path) if path.is_file() else {}
+    config_json = read_json(path) if has_file(path) else {}
     for key, value in FIXED_CONFIG.items():
         if config_json.get(key, value) != value:
             raise _make_config_error(
@@ -252,7 +253,7 @@ def _read_animate2_config(
 
     A config.json may name the type of the network whose tensors it has, i2v.
     """
-    config_json = read_json(path) if path.is_file() else {}
+    config_json = read_json(path) if has_file(path) else {}
     for key, value in _REFERENCE_POSITIONS.items():
         if config_json.get(key, value) != value:
             raise _make_config_error(path, key, config_json[key], format_value(value))
@@ -267,7 +268,7 @@ def _read_vace_config(
     If config.json has no `vace_layers`, the control blocks are spaced evenly over the layers, as in
     all published networks.
     """
-    config_json, num_layers = read_json(path) if path.is_file() else {}, config["num_layers"]
+    config_json, num_layers = read_json(path) if has_file(path) else {}, config["num_layers"]
     shape = tensors[NETWORK_KEYS["vace"]].shape
     block_ids = {n.split(".")[1] for n in tensors if n.startswith(_VACE_PREFIX)}
     count = len(block_ids)

@@ -18,6 +18,7 @@ from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, read_pickle_header
 from wan.checkpoint.tensor_info import (
     FLOATS,
     FP8,
+    MAX_AXES,
     SAFETENSORS_SUFFIXES,
     TensorInfo,
     read_file_state,
@@ -25,7 +26,7 @@ from wan.checkpoint.tensor_info import (
 from wan.settings.errors import FileChangedError, InputError
 from wan.settings.json_text import DuplicateNameError, parse_json
 from wan.settings.values import format_value
-from wan.utils.files import open_regular_file
+from wan.utils.files import has_file, has_folder, open_regular_file
 
 WEIGHT_FILES = (*SAFETENSORS_SUFFIXES, ".gguf", *PICKLE_SUFFIXES)  # suffixes of weight files
 _INDEX_SUFFIX = ".safetensors.index.json"
@@ -49,7 +50,7 @@ _MAX_JSON_BYTES = 16_000_000  # bytes; an index of the largest checkpoint has 0.
 def is_folder(path: Path) -> bool:
     """Returns whether a path is a folder; InputError if the system rejects the path itself."""
     try:
-        return path.is_dir()
+        return has_folder(path)
     except OSError as error:  # too long, no permission, ...
         why = f"cannot be used ({error.strerror or error})"
         raise InputError(format_value(path, str), None, why, "give another one") from None
@@ -125,7 +126,7 @@ def list_shards(path: Path) -> list[Path]:
     if not 1 <= number <= count <= _MAX_SHARDS:
         why = f"has the name of shard {number} of {count}"
         raise InputError(f"{path}", None, why, "give it the name that it was published with")
-    missing = [shard.name for shard in shards if not shard.is_file()]
+    missing = [shard.name for shard in shards if not has_file(shard)]
     if missing and path.is_file():
         why = f"is shard {number} of {count}, and {', '.join(missing[:3])} is missing beside it"
         raise InputError(f"{path}", None, why, "download all shards into one folder")
@@ -150,6 +151,9 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
         offsets = read_safetensors_offsets(path)
         for name in handle.keys():  # noqa: SIM118
             dtype, shape = offsets[name][0], tuple(offsets[name][1])
+            if len(shape) > MAX_AXES:
+                why = f"has a tensor of {len(shape)} axes, and {MAX_AXES} are supported"
+                raise InputError(f"{path}", None, why, "give the weights of a network")
             digits = re.search(r"\d+", dtype)  # bits of an element: BF16, F8_E4M3; not of BOOL
             bits = int(digits[0]) if digits else 8
             size = prod(shape) * bits // 8
@@ -249,9 +253,9 @@ def read_folder_headers(folder: Path) -> dict[str, TensorInfo] | None:
     """
     for stem in _WEIGHT_STEMS:
         index, file = folder / (stem + _INDEX_SUFFIX), folder / f"{stem}.safetensors"
-        if index.is_file():
+        if has_file(index):
             return _read_sharded_headers(index)
-        if file.is_file():
+        if has_file(file):
             return read_safetensors_header(file)
         if _has_plain_shards(folder, stem):
             why = "is missing, but its shards exist"
@@ -282,7 +286,7 @@ def has_diffusers_weights(folder: Path) -> bool:
         f"{stem}{suffix}" for stem in _WEIGHT_STEMS for suffix in (_INDEX_SUFFIX, ".safetensors")
     ]
     has_shards = any(_has_plain_shards(folder, stem) for stem in _WEIGHT_STEMS)
-    return any((folder / name).is_file() for name in names) or has_shards
+    return any(has_file(folder / name) for name in names) or has_shards
 
 
 def _has_plain_shards(folder: Path, stem: str) -> bool:
@@ -304,7 +308,7 @@ def _read_sharded_headers(index: Path) -> dict[str, TensorInfo]:
             why = f"{entry}, which is no weight file in its folder"
             raise InputError(f"{index}", None, why, "download the index again")
         shard = index.parent / file
-        if not shard.is_file():
+        if not has_file(shard):
             shard = _find_variant(shard) or shard
         if not shard.is_file():
             why = f"is missing, but {index.name} names it"
@@ -332,7 +336,7 @@ def _find_variant(path: Path) -> Path | None:
 
 def check_file_complete(path: Path) -> Path:
     """Returns the path of a file; InputError if the file is missing or incomplete."""
-    if not path.is_file():
+    if not has_file(path):
         raise InputError(f"{path}", None, "does not exist or is no file", "give another one")
     if path.suffix in WEIGHT_FILES:
         read_file_headers(path)

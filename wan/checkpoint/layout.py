@@ -45,6 +45,7 @@ from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
 from wan.settings.values import format_value, join_with_or
+from wan.utils.files import check_link, has_file, has_folder
 
 NO_FILES = NetworkFiles()
 EXPERT_FOLDERS = {"high_noise": "high_noise_model", "low_noise": "low_noise_model"}
@@ -226,7 +227,7 @@ def inspect_checkpoint(
     """
     check_checkpoint_folder(folder)
     finder, index = WeightFinder(folder), _PipelineIndex.read(folder)
-    diffusers = any((folder / name).is_dir() for name in _DIFFUSERS_FOLDERS.values())
+    diffusers = any(has_folder(folder / name) for name in _DIFFUSERS_FOLDERS.values())
     experts = _read_explicit_experts(network_files, presets)
     if "dit" not in experts and not experts.keys() >= {*EXPERT_FOLDERS}:
         dits = _read_folder_experts(finder, folder, index if diffusers else None, presets, experts)
@@ -281,7 +282,7 @@ class _PipelineIndex:
     def read(cls, folder: Path) -> _PipelineIndex:
         """Reads a folder's model_index.json if it exists; InputError if it is damaged."""
         path = folder / PIPELINE_INDEX
-        if not path.is_file():
+        if not has_file(path):
             return cls()
         model_index, remedy = read_json(path), "download model_index.json again"
         boundary = model_index.get("boundary_ratio")
@@ -335,6 +336,7 @@ def _read_explicit_experts(
 
 def _holds_expert(path: Path, expert: str = "high_noise") -> bool:
     """Returns whether a file or folder holds two DiTs under names of experts."""
+    check_link(path)
     networks = inspect_weights(path).get("dit", ()) if path.exists() else ()
     return any(network.stored_expert == expert for network in networks)
 
@@ -357,6 +359,7 @@ def _check_expert_in_name(flag: str, path: Path, expert: str) -> None:
 
 def _check_component_file(flag: str, path: Path, component: str) -> WeightFile:
     """Returns the network in an explicit file or folder; InputError if it holds another one."""
+    check_link(path)
     if not path.exists():
         raise InputError(flag, path, "does not exist", "give a weight file or its folder")
     if path.is_file() and path.suffix not in WEIGHT_FILES:
@@ -396,7 +399,8 @@ def _find_tokenizer(folder: Path, text_encoder: Path | None) -> Path | None:
     encoder_folders = [] if text_encoder is None else [text_encoder.parent]
     for parent in (folder, *encoder_folders):
         for name in ("google/umt5-xxl", "umt5-xxl", "tokenizer"):
-            if (parent / name).is_dir():
+            if has_folder(parent / name):
+                _check_links(parent / name)
                 return parent / name
     return (
         text_encoder if text_encoder is not None and has_embedded_tokenizer(text_encoder) else None
@@ -406,7 +410,16 @@ def _find_tokenizer(folder: Path, text_encoder: Path | None) -> Path | None:
 def _find_audio_encoder(folder: Path) -> Path | None:
     """Returns the folder of wav2vec2: its published name or any that begins with "wav2vec2"."""
     folders = [folder / WAV2VEC2_FOLDER, *sorted(folder.glob("wav2vec2*"))]
-    return next((path for path in folders if (path / "config.json").is_file()), None)
+    audio_encoder = next((path for path in folders if has_file(path / "config.json")), None)
+    if audio_encoder is not None:
+        _check_links(audio_encoder)
+    return audio_encoder
+
+
+def _check_links(folder: Path) -> None:
+    """Refuses a component's folder with a link to nothing, which libraries may pass over."""
+    for path in sorted(folder.iterdir()):
+        check_link(path)
 
 
 def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
@@ -434,12 +447,15 @@ def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
 
 def _find_official_file(folder: Path, stem: str) -> Path | None:
     files = (folder / (stem + suffix) for suffix in (".pth", ".safetensors"))
-    return next((check_file_complete(file) for file in files if file.is_file()), None)
+    return next((check_file_complete(file) for file in files if has_file(file)), None)
 
 
 def _find_diffusers_component(folder: Path) -> Path | None:
     """Returns a folder in the layout of diffusers or transformers if its weights are complete."""
-    return folder if folder.is_dir() and read_folder_headers(folder) else None
+    if not has_folder(folder):
+        return None
+    _check_links(folder)
+    return folder if read_folder_headers(folder) else None
 
 
 def _read_folder_experts(
@@ -457,7 +473,7 @@ def _read_folder_experts(
         explicit_experts: Experts that are not read from the folder.
     """
     names = EXPERT_FOLDERS if index is None else _DIFFUSERS_FOLDERS
-    folders = {expert: folder / name for expert, name in names.items() if (folder / name).is_dir()}
+    folders = {expert: folder / name for expert, name in names.items() if has_folder(folder / name)}
     if index is not None and not explicit_experts and "high_noise" in folders:
         has_second = "transformer_2" in index.components
         is_complete = len(folders) == 2 or not (has_second or index.boundary is not None)
@@ -492,7 +508,7 @@ def _read_expert_files(
     ] or weight_files
 
     def read_dit(file: WeightFile, stored_expert: str | None = None) -> DitFiles:
-        has_config = (file.path.parent / "config.json").is_file()
+        has_config = has_file(file.path.parent / "config.json")
         return _read_dit_files(file.path.parent if has_config else folder, file.path, stored_expert)
 
     pair = {}

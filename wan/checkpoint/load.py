@@ -47,6 +47,7 @@ from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
 from wan.settings.values import format_value
 from wan.utils import system
+from wan.utils.files import has_folder
 from wan.utils.log import make_progress_bar
 
 _COPY_ELEMENTS = 1 << 24  # elements per copy
@@ -254,7 +255,7 @@ def read_headers(
     Raises:
         InputError: The path is not one of these, or is damaged.
     """
-    tensors = read_folder_headers(path) if path.is_dir() else read_file_headers(path)
+    tensors = read_folder_headers(path) if has_folder(path) else read_file_headers(path)
     if not tensors:
         raise InputError(f"{path}", None, "holds no weights", "download them")
     return collect_network_tensors(tensors, rename, component)

@@ -27,6 +27,7 @@ from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.values import expand_home, format_value, parse_number
+from wan.utils.files import check_link, has_file
 
 _FLAGS = {"both": "lora", "high_noise": "lora_high_noise", "low_noise": "lora_low_noise"}
 _RELIGHTING_FLAG = "use_relighting_lora"
@@ -66,7 +67,7 @@ def list_lora_files(values: Mapping[str, Any]) -> dict[str, tuple[LoraFile, ...]
     }
     for expert in EXPERTS if "lora_dir" in values else ():
         path = values["lora_dir"] / f"{expert}_model.safetensors"
-        if not path.is_file():
+        if not has_file(path):
             files = " and ".join(f"{name}_model.safetensors" for name in EXPERTS)
             remedy = f"give a folder with {files}, or `lora_high_noise` and `lora_low_noise`"
             raise InputError("`lora_dir`", path.parent, f"has no {path.name}", remedy)
@@ -78,7 +79,8 @@ def _locate_lora_file(lora_file: LoraFile, folder: Path) -> LoraFile:
     """Falls back to ComfyUI's folder `loras` in the checkpoint's if the file does not exist."""
     path, cwd = Path(os.path.abspath(lora_file.path)), Path.cwd()
     fallback = folder / "loras" / (path.relative_to(cwd) if path.is_relative_to(cwd) else path.name)
-    if not lora_file.path.exists() and fallback.is_file():
+    check_link(lora_file.path)
+    if not lora_file.path.exists() and has_file(fallback):
         return LoraFile(fallback, lora_file.strength)
     return lora_file
 
@@ -120,7 +122,7 @@ def _assign_by_name(
 
 def _holds_both_experts(file: Path) -> bool:
     """Returns whether a file has tensors of both experts."""
-    return file.is_file() and names_both_experts(read_file_headers(file))
+    return has_file(file) and names_both_experts(read_file_headers(file))
 
 
 def _check_untagged_pair(file: Path, applied_tags: Mapping[Path, ExpertTag]) -> None:
@@ -202,7 +204,7 @@ def _iter_name_notices(loras: Mapping[str, Sequence[Lora]]) -> Iterator[str]:
 
 def _find_relighting_lora(folder: Path) -> Path:
     """Returns the relighting LoRA of an Animate checkpoint."""
-    path = next((folder / name for name in _RELIGHTING_FILES if (folder / name).is_file()), None)
+    path = next((folder / name for name in _RELIGHTING_FILES if has_file(folder / name)), None)
     if path is None:
         why = f"needs {' or '.join(_RELIGHTING_FILES)}, which {folder} lacks"
         raise InputError(

@@ -39,6 +39,7 @@ from wan.checkpoint.prefixes import OTHER_LAYERS, find_shared_prefix, strip_pref
 from wan.checkpoint.tensor_info import FLOATS, FP8, SAFETENSORS_SUFFIXES, TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
+from wan.utils.files import has_file
 
 _SUFFIXES = (*SAFETENSORS_SUFFIXES, *PICKLE_SUFFIXES)
 MAX_ABS = 1e6  # of a strength or an alpha; larger ones may overflow
@@ -92,7 +93,7 @@ class LoraReader:
         self, lora_file: LoraFile, parameters: Mapping[str, TensorInfo], expert: str
     ) -> None:
         self.path, self.strength, self.expert = lora_file.path, lora_file.strength, expert
-        if not self.path.is_file():
+        if not has_file(self.path):
             raise self.make_error("does not exist or is no file", "give a .safetensors file")
         if self.path.suffix not in _SUFFIXES:
             raise self.make_error(f"is none of {', '.join(_SUFFIXES)}", "convert it")

@@ -21,7 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wan.checkpoint.tensor_info import TensorInfo, read_file_state
+from wan.checkpoint.tensor_info import MAX_AXES, TensorInfo, read_file_state
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 from wan.utils.files import open_regular_file
@@ -161,7 +161,12 @@ def _read_file(path: Path) -> dict[str, PickledTensor]:
 
 def _read_archive(path: Path, file: BinaryIO, archive: zipfile.ZipFile) -> Any:
     """Returns the unpickled content of an archive, with a `PickledTensor` for each tensor."""
-    entries = {entry.filename: entry for entry in archive.infolist()}
+    entries: dict[str, zipfile.ZipInfo] = {}
+    for entry in archive.infolist():
+        if entry.filename in entries:  # which one counts depends on the program
+            name = format_value(entry.filename, str)
+            raise _DamagedPickleError(f"two entries of the name {name}")
+        entries[entry.filename] = entry
     root = next(iter(entries), "").partition("/")[0]
     pickle_entry = entries.get(f"{root}/data.pkl")
     if pickle_entry is None:
@@ -359,13 +364,17 @@ def _make_tensor(
     shape, strides = axes
     dtype_name = dtype_name or storage.type_name
     dtype, itemsize = _DTYPES.get(dtype_name, (f"torch.{dtype_name}", 0))
-    if len(shape) != len(strides) or not all(
-        type(number) is int and number >= 0 for number in (offset, *shape, *strides)
-    ):
+    if not all(isinstance(numbers, tuple | list) for numbers in axes) or len(shape) != len(strides):
         raise _DamagedPickleError("a tensor without a shape")
+    if len(shape) > MAX_AXES:
+        raise _DamagedPickleError(f"a tensor of more than {MAX_AXES} axes")
+    numbers = (offset, *shape, *strides)
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise _DamagedPickleError("a tensor whose shape is not of numbers of 64 bits")
+    if 0 in shape:
+        return PickledTensor(dtype, tuple(shape), tuple(strides), 0, storage.offset, storage.nbytes)
     last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-    size = max(last + 1, prod(shape)) * itemsize if prod(shape) else 0
-    if size > storage.nbytes:
+    if max(last + 1, prod(shape)) * itemsize > storage.nbytes:
         return None
     return PickledTensor(
         dtype, tuple(shape), tuple(strides), offset, storage.offset, storage.nbytes

@@ -26,6 +26,7 @@ GGUF = {
     "MXFP4": (32, 17),
 }
 """Quantized GGUF type -> (values per block, bytes per block)."""
+MAX_AXES = 8  # of a tensor; weights have at most 5. Files are damaged before their sizes multiply
 NVFP4 = "NVFP4"  # ComfyUI's: two 4-bit values per byte, an FP8 scale per 16 values
 
 

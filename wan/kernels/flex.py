@@ -67,7 +67,11 @@ def compile_per_shape(
 
     PyTorch stops compiling after eight shapes, but a process has more: prompts of two experts,
     several requests, last chunks and blocks. compile_kwargs: for `torch.compile`.
+
+    Raises:
+        InputError: The folder that the user named for compiled code cannot be used.
     """
+    torch_private.use_private_compiler_cache()
     compiled_function = torch.compile(function, fullgraph=True, **compile_kwargs)  # type: ignore[call-overload]
 
     def call_compiled(*args: object, **kwargs: object) -> Tensor:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from wan.media.colors import convert_to_srgb
+from wan.media.png_chunks import open_without_large_text
 from wan.settings.errors import InputError
 from wan.settings.values import expand_home, format_value
 from wan.utils.log import logger
@@ -77,8 +79,11 @@ def read_image(path: Path, setting: str = "image") -> Image.Image:
     with (
         _catch_decoder_errors(image_setting),
         path.open("rb") as file,
-        Image.open(file, formats=formats) as image,
     ):
+        content, profile = open_without_large_text(file)
+        image = Image.open(content, formats=formats)
+        if profile is not None:
+            image.info["icc_profile"] = profile
         _check_still_image(image, image_setting)
         return _convert_to_rgb(image, image_setting)
 
@@ -104,6 +109,17 @@ def convert_to_luma(frames_FHW3: np.ndarray) -> np.ndarray:
     from PIL import Image
 
     return np.stack([np.asarray(Image.fromarray(frame).convert("L")) for frame in frames_FHW3])
+
+
+def is_image_file(path: Path) -> bool:
+    """Whether a file begins like an image of any format that Pillow knows."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings(action="ignore"), path.open("rb") as file, Image.open(file):
+            return True
+    except Exception:  # any error of Pillow's decoders
+        return False
 
 
 def convert_to_image(value: object, setting: str = "image") -> Image.Image:
@@ -203,7 +219,8 @@ def _convert_to_rgb(image: Image.Image, image_setting: ImageSetting) -> Image.Im
     upright = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         upright = _scale_to_eight_bits(upright, image, image_setting)
-    return _composite_over_white(upright, image_setting).convert("RGB")
+    name = image_setting.path or "The image"
+    return _composite_over_white(convert_to_srgb(upright, name), image_setting).convert("RGB")
 
 
 def _decode_pixels(image: Image.Image) -> None:

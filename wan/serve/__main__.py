@@ -23,6 +23,7 @@ from wan.settings.values import integer, read_path, read_text_value, real
 from wan.settings.video_options import INPUT_OPTIONS
 from wan.utils import env, log
 from wan.utils.log import logger
+from wan.utils.text_streams import set_up_text
 
 if TYPE_CHECKING:
     from wan.app.run import Run
@@ -267,6 +268,7 @@ def run_service(argv: Sequence[str]) -> int:
 
 def run_service_cli(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit codes of generate.py."""
+    set_up_text()
     log.set_up_logging()
     try:
         return run_service(sys.argv[1:] if argv is None else argv)

@@ -31,6 +31,7 @@ from wan.settings.errors import (
     InputError,
     NotFiniteError,
     WriteError,
+    escape_controls,
     get_exit_code,
     is_disk_full,
     is_out_of_memory,
@@ -38,6 +39,7 @@ from wan.settings.errors import (
 from wan.settings.flags import read_settings
 from wan.utils import env, log
 from wan.utils.log import logger
+from wan.utils.text_streams import set_up_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -264,7 +266,7 @@ class RankWorker:
 
 def _classify_error(error: BaseException) -> tuple[str, str]:
     """Returns the error code and the message for the user."""
-    sentence = failures.describe_error(error) or f"{type(error).__name__}: {error}"
+    sentence = failures.describe_error(error) or escape_controls(f"{type(error).__name__}: {error}")
     if isinstance(error, EndedError):
         return error.code, str(error)
     if isinstance(error, NotFiniteError):
@@ -314,6 +316,7 @@ def run_rank(front: Path) -> int:
     Returns:
         The exit codes of generate.py.
     """
+    set_up_text()
     try:
         with failures.raise_on_sigterm():
             log.set_up_logging(env.rank() == 0)

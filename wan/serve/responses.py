@@ -17,7 +17,7 @@ from wan.serve.journal import ServiceJob
 from wan.serve.repeats import RefusedError
 from wan.serve.request_schema import make_request_fields
 from wan.serve.service import Service
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, escape_controls
 from wan.utils.log import logger
 
 
@@ -153,7 +153,12 @@ def make_error_response(request: Request, error: Exception) -> Response:
     headers: dict[str, str] = {}
     should_retry = False
     if isinstance(error, RefusedError):
-        status, code, param, message = error.status, error.code, error.param, str(error)
+        status, code, param, message = (
+            error.status,
+            error.code,
+            error.param,
+            escape_controls(str(error)),
+        )
         headers |= error.headers
         should_retry = error.retry_after is not None
         if error.retry_after is not None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, escape_controls
 from wan.settings.json_text import DuplicateNameError, parse_json
 from wan.settings.presets import TRAIN_TIMESTEPS
 
@@ -62,6 +62,7 @@ def format_value(raw: Any, formatter: Callable[[Any], str] = repr) -> str:
         line = " ".join(formatter(raw).split())
     except ValueError:  # Python does not format integers of more than 4300 digits
         return "a number of thousands of digits"
+    line = escape_controls(line)
     return line if len(line) <= 100 else f"{line[:60]}... ({len(line)} characters)"
 
 

@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from wan.settings.errors import escape_controls
+
 logger = logging.getLogger("wan")
 _SILENT = ContextVar("silent", default=False)
 _SHOWS_PROGRESS: ContextVar[bool | None] = ContextVar("shows_progress", default=None)
@@ -39,10 +41,17 @@ class _Handler(logging.StreamHandler):
             super().handleError(record)
 
 
+class _Formatter(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Formats a message on one line, whatever names of files and tensors it holds."""
+        record.message = escape_controls(record.message)
+        return super().formatMessage(record)
+
+
 def set_up_logging(main_rank: bool = True) -> None:
     """Sends messages to stdout: INFO and above on the main rank, errors only on the others."""
     handler = _Handler(sys.stdout)
-    handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
+    handler.setFormatter(_Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if main_rank else logging.ERROR)
