@@ -24,6 +24,7 @@ from wan.checkpoint.lora_names import (
     HIGH_NOISE_PREFIX,
     LOW_NOISE_PREFIX,
     PREFIXES,
+    Spellings,
     Suffix,
     find_name_refusal,
     is_image_layer,
@@ -42,7 +43,7 @@ from wan.settings.values import format_value
 
 _SUFFIXES = (*SAFETENSORS_SUFFIXES, *PICKLE_SUFFIXES)
 MAX_ABS = 1e6  # of a strength or an alpha; larger ones may overflow
-_MODULE_WORDS = re.compile(r"\.(processor|base_layer|modules_to_save\.[^.]+)\.")
+_MODULE_WORDS = re.compile(r"[._](processor|base_layer|modules_to_save\.[^.]+)[._]")
 _IMAGE_INPUT = "img_emb."  # parameters of networks that read CLIP's embeddings of an image
 _CONVERT = "convert its names to those of docs/few_step.md"
 _MISFIT = "it was made for another model, or is damaged"
@@ -213,9 +214,10 @@ class LoraReader:
         for name, stages in stripped.items():
             stem, role = stages[-1], suffixes[name].role
             if role and stem in layers:
-                layer = layers[stem]
+                layer = self.find_official_name(layers, stem, name)
             elif stem in parameters and role in ("", "difference of weight"):
-                layer, _, parameter = parameters[stem].rpartition(".")
+                official = self.find_official_name(parameters, stem, name)
+                layer, _, parameter = official.rpartition(".")
                 role = f"{'difference of' if role else 'whole'} {parameter}"
             else:
                 raise self.make_name_error(
@@ -223,6 +225,14 @@ class LoraReader:
                 )
             resolved[name] = layer, role, stages
         return resolved
+
+    def find_official_name(self, spellings: Spellings, stem: str, name: str) -> str:
+        """Returns the only official name that the stem of a tensor's name may mean."""
+        official, *others = spellings.find_all(stem)
+        if others:
+            why = f"holds {name}, which may mean {official} or {others[0]}"
+            raise self.make_error(why, "write the layer with dots between its modules")
+        return official
 
     def make_name_error(
         self, unknown: list[str], ends: list[str], stems: Mapping[str, str], is_known: Any
