@@ -122,18 +122,18 @@ class LoraReader:
         scalars = read_scalars(self.path, alpha_infos.values())
         settings = read_peft_settings(self.path, prefix)
         self.check_whole_parameters(layers, settings)
-        if alpha_infos:  # PEFT's scale settings apply only to files without alphas
-            settings = PeftSettings()
         deltas: dict[str, list[WeightDelta]] = {}
         for name, layer in layers.items():
-            if name in alpha_infos:
+            layer_settings = settings
+            if name in alpha_infos:  # counts before PEFT's, as LyCORIS divides it
                 alpha = scalars[alpha_infos[name].name]
+                layer_settings = replace(settings, rank=None, rank_pattern={})
                 if not layer.tensors.keys() - {"bias"}:
                     why = f"has {alpha_infos[name].name}, but no LoRA for this layer"
                     raise self.make_error(why, "it is damaged")
             else:
                 alpha = settings.find_alpha(layer.module_names)
-            for parameter, delta in self.iter_deltas(name, layer, alpha, settings):
+            for parameter, delta in self.iter_deltas(name, layer, alpha, layer_settings):
                 deltas.setdefault(parameter, []).append(delta)
         all_deltas = {name: tuple(x) for name, x in deltas.items()}
         return Lora(self.path, self.strength, all_deltas, unused_names=self.unused_names)
@@ -373,7 +373,10 @@ class LoraReader:
             raise self.make_error(why, _MISFIT)
 
     def compute_scale(self, layer: str, rank: int, alpha: Any, use_rslora: bool) -> float:
-        """Returns alpha / rank, or alpha / sqrt(rank) of rsLoRA."""
+        """Returns alpha / rank, or alpha / sqrt(rank) of PEFT's rsLoRA.
+
+        LyCORIS stores an alpha of its rsLoRA that is to be divided by the rank.
+        """
         alpha = rank if alpha is None else alpha
         is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
         if not is_number or not abs(alpha) <= MAX_ABS:
