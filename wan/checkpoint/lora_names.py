@@ -78,7 +78,7 @@ def _list_prefix_spellings(prefixes: Iterable[str]) -> tuple[str, ...]:
 
     A network's prefix of one word keeps its dot: `transformer_blocks` is a layer of others.
     """
-    spellings = {}
+    spellings: dict[str, None] = {}
     for prefix in prefixes:
         spellings[prefix] = None
         if prefix not in NETWORK_PREFIXES or "_" in prefix:
