@@ -37,6 +37,7 @@ from wan.checkpoint.lora_names import (
 from wan.checkpoint.peft_settings import PeftSettings, read_peft_settings
 from wan.checkpoint.pickle_header import PICKLE_SUFFIXES
 from wan.checkpoint.prefixes import OTHER_LAYERS, find_shared_prefix, strip_prefixes
+from wan.checkpoint.quant_programs import find_program
 from wan.checkpoint.tensor_info import FLOATS, FP8, SAFETENSORS_SUFFIXES, TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
@@ -100,6 +101,9 @@ class LoraReader:
         if len(list_shards(self.path)) > 1:
             raise self.make_error("is one of several shards", "give a LoRA in one file")
         self.tensors = read_file_headers(self.path)
+        if other := find_program(self.tensors):
+            why = f"holds {other.name}: weights quantized by {other.program}, no LoRA"
+            raise self.make_error(why, "give a LoRA")
         self.parameter_shapes = {name: info.shape for name, info in parameters.items()}
         self.has_low_noise_tensors = any(map(is_low_noise, self.tensors))
         self.unused_names: tuple[str, ...] = ()
@@ -228,9 +232,9 @@ class LoraReader:
 
     def find_official_name(self, spellings: Spellings, stem: str, name: str) -> str:
         """Returns the only official name that the stem of a tensor's name may mean."""
-        official, *others = spellings.find_all(stem)
-        if others:
-            why = f"holds {name}, which may mean {official} or {others[0]}"
+        official, *further_names = spellings.find_all(stem)
+        if further_names:
+            why = f"holds {name}, which may mean {official} or {further_names[0]}"
             raise self.make_error(why, "write the layer with dots between its modules")
         return official
 

@@ -70,8 +70,8 @@ def find_shared_prefix(
 
     def is_prefix(prefix: str) -> bool:
         is_flat = prefix.endswith("_")
-        words = re.split("[._]", prefix) if is_flat else prefix.split(".")
-        return excluded_words.isdisjoint(words) and all(
+        parts = re.split("[._]", prefix) if is_flat else prefix.split(".")
+        return excluded_words.isdisjoint(parts) and all(
             name.startswith(prefix)
             and not (is_flat and _starts_with_dotted_module(name.removeprefix(prefix)))
             and is_known(strip_prefixes(name.removeprefix(prefix), is_known, prefixes)[-1])

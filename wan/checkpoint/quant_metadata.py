@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.headers import read_safetensors_metadata, read_safetensors_offsets
-from wan.checkpoint.network_names import select_network
+from wan.checkpoint.network_names import check_format, select_network
+from wan.checkpoint.quant_programs import has_scaled_int8
 from wan.checkpoint.tensor_info import (
     E4M3,
     E5M2,
@@ -48,6 +49,7 @@ _IGNORED_SUFFIXES = (
     "scaled_fp8",
     ".scale_input",
     ".input_scale",
+    ".output_scale",
     _COMFY_QUANT_SUFFIX,
     "spiece_model",
 )
@@ -71,6 +73,7 @@ def collect_network_tensors(
     Raises:
         InputError: A tensor has an unsupported format, or two tensors get the same name.
     """
+    check_format(tensors)
     renamed: dict[str, TensorInfo] = {}
     tensors = tensors if component is None else select_network(tensors, component, expert)
     for name, info in _attach_scales(tensors).items():
@@ -114,7 +117,8 @@ def _attach_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         layer = name.rpartition(".")[0]
         weight = infos.get(f"{layer}.weight")
         is_quantized = weight is not None and (
-            weight.dtype in FP8 or (weight.dtype == "I8" and layer in layer_formats)
+            weight.dtype in FP8
+            or (weight.dtype == "I8" and (layer in layer_formats or has_scaled_int8(weight)))
         )
         if weight is None or weight.scale is not None or not is_quantized:
             continue  # the caller refuses the unknown tensor
@@ -126,9 +130,9 @@ def _attach_scale(layer: str, weight: TensorInfo, scale: TensorInfo) -> TensorIn
     """Attaches a scale of the tensor, or scales of its rows or blocks."""
     rows, columns = (*weight.shape, 1)[0], prod(weight.shape[1:])
     if scale.dtype in FLOATS:
-        if scale.shape in ((rows,), (rows, 1), (rows, 1, 1)) or prod(scale.shape) == 1:
-            return replace(weight, scale=scale)
-        if scale.shape == (1, rows) and rows != columns:  # else it may be one per column
+        # One for each of as many columns as rows would be [1, columns], too.
+        is_of_rows = scale.shape[:1] == (rows,) or (scale.shape[:1] == (1,) and rows != columns)
+        if prod(scale.shape) == 1 or (is_of_rows and prod(scale.shape) == rows):
             return replace(weight, scale=scale)
         if block := _find_scale_block(rows, columns, scale.shape):
             return replace(weight, scale=scale, scale_block=block, full_precision=True)
