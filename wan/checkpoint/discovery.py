@@ -21,6 +21,7 @@ from wan.checkpoint.headers import (
 )
 from wan.checkpoint.network_names import (
     COMPONENTS,
+    VACE_MODULE,
     OtherFormatError,
     check_format,
     find_networks,
@@ -37,6 +38,7 @@ _SUBFOLDERS = {  # ComfyUI's, of which `checkpoints` holds several networks, and
     "vae": ("vae", "checkpoints", _ANIMATE2_FOLDER),
     "image_encoder": ("clip_vision", _ANIMATE2_FOLDER),
 }
+_SUBFOLDERS[VACE_MODULE] = _SUBFOLDERS["dit"]
 
 
 @dataclass(frozen=True)

@@ -99,10 +99,15 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     return gguf.read_gguf_header(path) if path.suffix == ".gguf" else read_safetensors_header(path)
 
 
+def read_names(path: Path) -> list[str]:
+    """Returns the names of the tensors in a file or folder."""
+    return [*((read_file_headers(path) if path.is_file() else read_folder_headers(path)) or {})]
+
+
 def list_first_names(path: Path) -> str:
     """Returns the names of a file's or folder's first tensors in brackets, or "" if none."""
-    tensors = (read_file_headers(path) if path.is_file() else read_folder_headers(path)) or {}
-    names = ", ".join(format_value(name, str) for name in [*tensors][:3])
+    tensors = read_names(path)
+    names = ", ".join(format_value(name, str) for name in tensors[:3])
     return f" ({names}{', ...' if len(tensors) > 3 else ''})" if names else ""
 
 

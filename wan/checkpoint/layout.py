@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wan.checkpoint.config import (
@@ -30,14 +30,19 @@ from wan.checkpoint.headers import (
     check_file_complete,
     has_diffusers_weights,
     is_folder,
-    list_first_names,
     list_shards,
     read_file_headers,
     read_folder_headers,
     read_json,
 )
 from wan.checkpoint.keymaps import rename_dit_to_diffusers, rename_dit_to_official
-from wan.checkpoint.network_names import COMPONENTS
+from wan.checkpoint.network_names import COMPONENTS, VACE_MODULE
+from wan.checkpoint.partial_networks import (
+    add_t2v_presets,
+    add_vace_module,
+    describe_content,
+    find_vace_modules,
+)
 from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.command import NetworkFiles
@@ -213,10 +218,16 @@ def inspect_checkpoint(
         raise InputError("`ckpt_dir`", folder, why, remedy)
     finder, index = WeightFinder(folder), _PipelineIndex.read(folder)
     diffusers = any((folder / name).is_dir() for name in _DIFFUSERS_FOLDERS.values())
-    experts = _read_explicit_experts(network_files, presets)
+    experts, vace_modules = _read_explicit_experts(network_files, presets)
     if "dit" not in experts and not experts.keys() >= {*EXPERT_FOLDERS}:
-        dits = _read_folder_experts(finder, folder, index if diffusers else None, presets, experts)
+        base_presets = add_t2v_presets(presets) if vace_modules else presets
+        dits = _read_folder_experts(
+            finder, folder, index if diffusers else None, base_presets, experts
+        )
         experts = {**dits, **experts}
+    tensors = {name: files.tensors for name, files in experts.items()}
+    vace_modules = vace_modules or find_vace_modules(finder, tensors, presets)
+    experts |= {x: _add_vace_module(experts, x, path) for x, path in vace_modules.items()}
     first_dit, *other_dits = experts.values()
     if any(files.config != first_dit.config for files in other_dits):
         why = "mixes networks of different tasks or sizes"
@@ -287,10 +298,23 @@ class _PipelineIndex:
         )
 
 
+def _add_vace_module(experts: dict[str, DitFiles], expert: str, path: Path) -> DitFiles:
+    """Adds the control blocks of a file to an expert."""
+    if expert not in experts:
+        why, remedy = f"is for the {expert} expert, which is missing", "give a folder that has it"
+        raise InputError(f"`dit_{expert}`", path, why, remedy)
+    files = experts[expert]
+    config, tensors = add_vace_module(path, files.folder, files.config, files.tensors)
+    return replace(files, config=config, tensors=tensors)
+
+
 def _read_explicit_experts(
     network_files: NetworkFiles, presets: tuple[Preset, ...]
-) -> dict[str, DitFiles]:
-    """Reads the DiTs that were given as single files or folders (`dit`, `dit_high_noise`, ...)."""
+) -> tuple[dict[str, DitFiles], dict[str, Path]]:
+    """Reads the DiTs that were given as single files or folders (`dit`, `dit_high_noise`, ...).
+
+    Returns the DiTs, and the files of VACE's control blocks alone.
+    """
     high_noise, low_noise = network_files.dit_high_noise, network_files.dit_low_noise
     paths = {"dit": network_files.dit, "high_noise": high_noise, "low_noise": low_noise}
     if network_files.dit is not None and (high_noise or low_noise):
@@ -301,6 +325,7 @@ def _read_explicit_experts(
         why = "is given for both experts"
         raise InputError("`dit_high_noise`", high_noise, why, "give two files")
     dits: dict[str, DitFiles] = {}
+    vace_modules: dict[str, Path] = {}
     for expert, path in paths.items():
         if path is None:
             continue
@@ -310,13 +335,17 @@ def _read_explicit_experts(
             remedy = "use `dit_high_noise` and `dit_low_noise`" if expert == "dit" else "use `dit`"
             tasks = " or ".join(preset.task for preset in presets)
             raise InputError(flag, path, f"does not fit {tasks}, which has {num_networks}", remedy)
+        if path.exists() and VACE_MODULE in inspect_weights(path):
+            _check_expert_in_name(flag, path, expert)
+            vace_modules[expert] = path
+            continue
         _check_component_file(flag, path, "dit")
         stored_expert = expert if _holds_expert(path, expert) else None
         if stored_expert is None:
             _check_expert_in_name(flag, path, expert)
         folder, file = (path, None) if path.is_dir() else (path.parent, path)
         dits[expert] = _read_dit_files(folder, file, stored_expert)
-    return dits
+    return dits, vace_modules
 
 
 def _holds_expert(path: Path, expert: str = "high_noise") -> bool:
@@ -351,8 +380,10 @@ def _check_component_file(flag: str, path: Path, component: str) -> WeightFile:
     networks = inspect_weights(path)
     if component not in networks:
         content = " and ".join(COMPONENTS[name] for name in COMPONENTS if name in networks)
-        content = content or f"none of Wan's networks{list_first_names(path)}"
-        raise InputError(flag, path, f"holds {content}", f"give {COMPONENTS[component]}")
+        remedy = f"give {COMPONENTS[component]}"
+        if not content:
+            content, remedy = describe_content(path, remedy)
+        raise InputError(flag, path, f"holds {content}", remedy)
     return networks[component][0]
 
 

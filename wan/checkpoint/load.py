@@ -265,6 +265,13 @@ def read_headers(
     return collect_network_tensors(tensors, rename, component)
 
 
+def describe_mismatch(error: Exception) -> str:
+    """Returns why the sizes of a network could not be read from its tensors."""
+    if isinstance(error, KeyError) and isinstance(error.args[0], str):
+        return f"it lacks {format_value(error.args[0], str)}"
+    return "its tensors have the sizes of another network"
+
+
 def map_safetensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """Returns tensors of a file by name, as views of mapped memory that must not be written.
 

@@ -25,11 +25,13 @@ from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 
+VACE_MODULE = "vace_module"
 COMPONENTS = {
     "dit": "a video network (DiT)",
     "text_encoder": "a UMT5 text encoder",
     "vae": "a Wan VAE",
     "image_encoder": "a CLIP image encoder",
+    VACE_MODULE: "VACE's control blocks without the rest of the network",
     "lora": "a LoRA",
 }
 """Component -> its name in messages."""
@@ -55,6 +57,10 @@ _SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("vision_model.embeddings.class_embedding",),
         ("embeddings.class_embedding",),
         ("visual.cls_embedding",),
+    ),
+    VACE_MODULE: (
+        ("vace_patch_embedding.weight", "vace_blocks.0.ffn.0.weight"),
+        ("vace_patch_embedding.weight", "vace_blocks.0.ffn.net.0.proj.weight"),
     ),
 }
 """Component -> signatures: names of tensors that a network has, all with the same prefix."""
@@ -191,13 +197,15 @@ def _select_text_encoder(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo
 
 
 def _find_networks(names: Mapping[str, TensorInfo], with_loras: bool = True) -> list[NetworkNames]:
-    networks = []
+    networks: list[NetworkNames] = []
     for component, signatures in _SIGNATURES.items():
         prefixes: set[str] = set()
         for signature in signatures:
             prefixes = prefixes or _find_prefixes(names, signature)
         if component == "vae":
             prefixes = {prefix for prefix in prefixes if _is_video_vae(names, prefix)}
+        if component == VACE_MODULE:  # those of a whole network are a part of it
+            prefixes -= {network.prefix for network in networks}
         experts = _find_experts(prefixes) if component == "dit" else {}
         networks += [
             NetworkNames(component, prefix, experts.get(prefix)) for prefix in sorted(prefixes)

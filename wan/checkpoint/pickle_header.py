@@ -155,7 +155,9 @@ def _read_file(path: Path) -> dict[str, PickledTensor]:
         except InputError:
             raise
         except Exception as error:  # a damaged archive or pickle: half a dozen types
-            why = f"cannot be read ({format_value(str(error) or type(error).__name__, str)})"
+            is_known = isinstance(error, _DamagedPickleError)
+            reason = format_value(str(error), str) if is_known else "its content is damaged"
+            why = f"cannot be read ({reason})"
             raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN) from None
     return _select_weights(path, content)
 
