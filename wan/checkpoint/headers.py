@@ -24,7 +24,7 @@ from wan.checkpoint.tensor_info import (
     read_file_state,
 )
 from wan.settings.errors import FileChangedError, InputError
-from wan.settings.values import format_value
+from wan.settings.values import describe_json_error, format_value
 from wan.utils.files import open_regular_file
 
 WEIGHT_FILES = (*SAFETENSORS_SUFFIXES, ".gguf", *PICKLE_SUFFIXES)  # suffixes of weight files
@@ -64,11 +64,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}", None, why, "give the right file")
     try:
         value = json.loads(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        why = f"cannot be read ({error})"
-        raise InputError(f"{path}", None, why, "check the file") from None
-    except (ValueError, RecursionError) as error:  # also too long a number, too many brackets
-        why = f"is not valid JSON ({str(error).split(';')[0]})"
+    except UnicodeDecodeError:
+        raise InputError(f"{path}", None, "is no UTF-8 text", "check the file") from None
+    except (ValueError, RecursionError) as error:
+        why = f"is not valid JSON ({describe_json_error(error)})"
         raise InputError(f"{path}", None, why, "repair or replace it") from None
     if not isinstance(value, dict):
         why = f"holds a JSON {type(value).__name__}, not an object"

@@ -227,7 +227,7 @@ def inspect_checkpoint(
         experts = {**dits, **experts}
     tensors = {name: files.tensors for name, files in experts.items()}
     vace_modules = vace_modules or find_vace_modules(finder, tensors, presets)
-    experts |= {x: _add_vace_module(experts, x, path) for x, path in vace_modules.items()}
+    experts |= {x: _add_control_blocks(experts, x, path) for x, path in vace_modules.items()}
     first_dit, *other_dits = experts.values()
     if any(files.config != first_dit.config for files in other_dits):
         why = "mixes networks of different tasks or sizes"
@@ -298,7 +298,7 @@ class _PipelineIndex:
         )
 
 
-def _add_vace_module(experts: dict[str, DitFiles], expert: str, path: Path) -> DitFiles:
+def _add_control_blocks(experts: dict[str, DitFiles], expert: str, path: Path) -> DitFiles:
     """Adds the control blocks of a file to an expert."""
     if expert not in experts:
         why, remedy = f"is for the {expert} expert, which is missing", "give a folder that has it"

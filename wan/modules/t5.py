@@ -20,7 +20,6 @@ from wan.checkpoint.embedded_tokenizer import UnigramVocab, read_embedded_tokeni
 from wan.checkpoint.keymaps import rename_t5_to_transformers
 from wan.checkpoint.load import DtypeRule, ModelSpec, describe_mismatch, read_headers
 from wan.settings.errors import InputError
-from wan.settings.values import format_value
 from wan.utils.log import logger
 from wan.utils.system import limit_cpu_threads
 
@@ -130,8 +129,7 @@ def _refuse_damaged_tokenizer(path: Path) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises plain Exceptions, and panics are none
-        why = f"holds no usable tokenizer ({format_value(error, str)})"
-        raise InputError(str(path), None, why, "download it") from error
+        raise InputError(str(path), None, "holds no usable tokenizer", "download it") from error
 
 
 def read_text_encoder_spec(path: Path) -> ModelSpec[nn.Module]:

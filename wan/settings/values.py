@@ -48,6 +48,13 @@ def _list_schema(item: Mapping[str, Any], **limits: Any) -> dict[str, Any]:
     return {"type": "array", "items": item, "minItems": 1, **limits}
 
 
+def describe_json_error(error: Exception) -> str:
+    """Returns where or why a text is no JSON."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"line {error.lineno}, column {error.colno}"
+    return "too long a number" if isinstance(error, ValueError) else "too many brackets"
+
+
 def format_value(raw: Any, formatter: Callable[[Any], str] = repr) -> str:
     """Formats a value on one line, short enough for a sentence; plain words are not quoted."""
     if isinstance(raw, str) and re.fullmatch(r"[\w.,:;*+/~@=-]{1,100}", raw):
