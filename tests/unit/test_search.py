@@ -400,7 +400,9 @@ def test_damaged_tokenizers_are_refused(spiece: Path, tiny: Any, tmp_path: Path)
     for changed in STRANGE:
         path = gguf_files.write_vocabulary(tmp_path / "x.gguf", defaults | changed)
         messages[str(changed)] = get_refusal(read_embedded_tokenizer, path)
-    sentence = re.compile(r"\S+ holds a damaged tokenizer \(.+\); download it again\.")
+    sentence = re.compile(r"\S+ holds a damaged tokenizer( \(.+\))?; download it again\.")
+    of_python = re.compile(r"'\w+' object|attribute|argument|unpack|codec|\bindex\b|requires|Error")
+    assert not [message for message in messages.values() if of_python.search(message)]
     assert not {
         name: message for name, message in messages.items() if not sentence.fullmatch(message)
     }

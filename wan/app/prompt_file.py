@@ -24,7 +24,7 @@ from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, check_exclusive_settings, read_settings
 from wan.settings.json_text import parse_json
 from wan.settings.rules import Values
-from wan.settings.values import format_value
+from wan.settings.values import describe_json_error, format_value
 from wan.utils import env
 from wan.utils.files import SUMMARY_KIND, check_output, open_regular_file
 from wan.utils.log import logger
@@ -159,7 +159,7 @@ def _parse_prompt_line(text: str) -> tuple[dict[str, Any], list[int | None]]:
     try:
         raw = parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"it is no JSON object ({error}).") from error
+        raise InputError(f"it is no JSON object ({describe_json_error(error)}).") from error
     if len({"seed", "base_seed", "seeds"} & raw.keys()) > 1:
         raise InputError("seed, base_seed and seeds exclude each other; give one.")
     for name in raw:

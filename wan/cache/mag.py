@@ -244,8 +244,9 @@ def _parse_curve(record: Any, origin: str) -> Curve:
             origin,
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        why = f"is no curve of tools/calibrate_mag.py ({type(error).__name__}: {error})"
-        raise InputError(origin, why=why) from error
+        is_missing = isinstance(error, KeyError) and isinstance(error.args[0], str)
+        part = f"it lacks {error.args[0]}" if is_missing else "a value is none of a curve"
+        raise InputError(origin, why=f"is no curve of tools/calibrate_mag.py ({part})") from error
     for name, branch_ratios in curve.ratios.items():
         if len(branch_ratios) != steps or not all(0 < ratio < 10 for ratio in branch_ratios):
             raise InputError(origin, why=f"needs {steps} ratios between 0 and 10 for {name}")

@@ -19,7 +19,14 @@ from wan.checkpoint.headers import (
     read_file_headers,
     read_folder_headers,
 )
-from wan.checkpoint.network_names import COMPONENTS, find_networks, select_network
+from wan.checkpoint.network_names import (
+    COMPONENTS,
+    VACE_MODULE,
+    OtherFormatError,
+    check_format,
+    find_networks,
+    select_network,
+)
 from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, ForeignPickleError
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
@@ -32,6 +39,7 @@ _SUBFOLDERS = {  # ComfyUI's, of which `checkpoints` holds several networks, and
     "vae": ("vae", "checkpoints", _ANIMATE2_FOLDER),
     "image_encoder": ("clip_vision", _ANIMATE2_FOLDER),
 }
+_SUBFOLDERS[VACE_MODULE] = _SUBFOLDERS["dit"]
 
 
 @dataclass(frozen=True)
@@ -72,9 +80,11 @@ def inspect_weights(path: Path) -> dict[str, list[WeightFile]]:
     """Reads the headers of a weight file or folder and returns its networks by component.
 
     Raises:
-        InputError: A file is incomplete, or holds a component twice and names no experts.
+        InputError: A file is incomplete, is quantized in a format that is not read, or holds a
+            component twice and names no experts.
     """
     tensors = (read_file_headers(path) if has_file(path) else read_folder_headers(path)) or {}
+    check_format(tensors)
     weight_files: dict[str, list[WeightFile]] = {}
     for network in find_networks(tensors):
         component, expert = network.component, network.expert
@@ -110,6 +120,9 @@ class WeightFinder:
                 continue
             try:
                 networks = self._inspect(path)
+            except OtherFormatError as error:
+                if component in error.components:
+                    self.errors.append(error)
             except InputError as error:
                 if not isinstance(error, ForeignPickleError):  # a trainer's state, for example
                     self.errors.append(error)

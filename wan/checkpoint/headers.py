@@ -25,7 +25,7 @@ from wan.checkpoint.tensor_info import (
 )
 from wan.settings.errors import FileChangedError, InputError
 from wan.settings.json_text import DuplicateNameError, parse_json
-from wan.settings.values import format_value
+from wan.settings.values import describe_json_error, format_value
 from wan.utils.files import has_file, has_folder, open_regular_file
 
 WEIGHT_FILES = (*SAFETENSORS_SUFFIXES, ".gguf", *PICKLE_SUFFIXES)  # suffixes of weight files
@@ -65,11 +65,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}", None, why, "give the right file")
     try:
         value = parse_json(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        why = f"cannot be read ({error})"
-        raise InputError(f"{path}", None, why, "check the file") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}", None, "is no UTF-8 text", "check the file") from None
     except (ValueError, RecursionError) as error:  # also too long a number, too many brackets
-        why = f"is not valid JSON ({str(error).split(';')[0]})"
+        why = f"is not valid JSON ({describe_json_error(error)})"
         raise InputError(f"{path}", None, why, "repair or replace it") from None
     if not isinstance(value, dict):
         why = f"holds a JSON {type(value).__name__}, not an object"
@@ -100,10 +99,15 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     return gguf.read_gguf_header(path) if path.suffix == ".gguf" else read_safetensors_header(path)
 
 
+def read_names(path: Path) -> list[str]:
+    """Returns the names of the tensors in a file or folder."""
+    return [*((read_file_headers(path) if path.is_file() else read_folder_headers(path)) or {})]
+
+
 def list_first_names(path: Path) -> str:
     """Returns the names of a file's or folder's first tensors in brackets, or "" if none."""
-    tensors = (read_file_headers(path) if path.is_file() else read_folder_headers(path)) or {}
-    names = ", ".join(format_value(name, str) for name in [*tensors][:3])
+    tensors = read_names(path)
+    names = ", ".join(format_value(name, str) for name in tensors[:3])
     return f" ({names}{', ...' if len(tensors) > 3 else ''})" if names else ""
 
 

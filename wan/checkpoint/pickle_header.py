@@ -21,6 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from wan.checkpoint.quant_programs import REMEDY, find_program_of_class
 from wan.checkpoint.tensor_info import MAX_AXES, TensorInfo, read_file_state
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
@@ -154,7 +155,9 @@ def _read_file(path: Path) -> dict[str, PickledTensor]:
         except InputError:
             raise
         except Exception as error:  # a damaged archive or pickle: half a dozen types
-            why = f"cannot be read ({format_value(str(error) or type(error).__name__, str)})"
+            is_known = isinstance(error, _DamagedPickleError)
+            reason = format_value(str(error), str) if is_known else "its content is damaged"
+            why = f"cannot be read ({reason})"
             raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN) from None
     return _select_weights(path, content)
 
@@ -283,6 +286,9 @@ class _PickleReader:
             module, name = self.stack[-2:]
             del self.stack[-2:]
             argument = f"{module} {name}"
+        if program := find_program_of_class(argument):
+            why = f"holds weights quantized by {program}, which is not supported"
+            raise InputError(f"{self.path}", None, why, REMEDY)
         if argument.split(" ")[0].split(".")[0] != "torch" and argument != _ORDERED_DICT:
             why = "holds something other than weights and was not opened, because it could run code"
             raise ForeignPickleError(f"{self.path}", None, why, _GIVE_PLAIN_TENSORS)

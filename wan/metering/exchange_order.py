@@ -441,8 +441,7 @@ def _read_trace_file(path: Path) -> Trace:
     except OSError as error:
         raise InputError(str(path), None, f"cannot be read ({error.strerror})") from error
     except _PARSE_ERRORS as error:
-        reason = f"{type(error).__name__}: {str(error)[:100]}"
-        why = f"is not a complete trace of generate.py --trace ({reason})"
+        why = "is not a complete trace of generate.py --trace"
         raise InputError(str(path), None, why, "trace the run again") from error
 
 

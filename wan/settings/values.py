@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,15 @@ class Reader:
 def _list_schema(item: Mapping[str, Any], **limits: Any) -> dict[str, Any]:
     """Returns the JSON Schema of a list that is not empty."""
     return {"type": "array", "items": item, "minItems": 1, **limits}
+
+
+def describe_json_error(error: Exception) -> str:
+    """Returns where or why a text is no JSON."""
+    if isinstance(error, JSONDecodeError):
+        return f"line {error.lineno}, column {error.colno}"
+    if isinstance(error, DuplicateNameError):
+        return str(error)
+    return "too long a number" if isinstance(error, ValueError) else "too many brackets"
 
 
 def format_value(raw: Any, formatter: Callable[[Any], str] = repr) -> str:
