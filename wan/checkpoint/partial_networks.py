@@ -28,6 +28,7 @@ from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
+from wan.utils.files import has_file
 
 _CONTROL_PREFIXES = ("vace_blocks.", "vace_patch_embedding.")
 _PARTS = {
