@@ -76,7 +76,7 @@ as in `blocks.0.modulation.diff`, `.diff` is the delta of that parameter."""
 def _list_prefix_spellings(prefixes: Iterable[str]) -> tuple[str, ...]:
     """Returns prefixes with other separators: a dot or an underscore for each.
 
-    A network's prefix of one word keeps its dot: `transformer_blocks` is a layer of others.
+    A prefix of one word keeps its dot, because transformer_blocks is a layer of other networks.
     """
     spellings: dict[str, None] = {}
     for prefix in prefixes:
