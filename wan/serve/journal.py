@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.serve.journal_file import BUSY, JournalError, JournalFile
+from wan.serve.retries import TaskIndex
 from wan.serve.rows import Row, ServiceJob, make_row, make_tombstone, read_row
 from wan.settings.errors import InputError
 from wan.utils.log import logger
@@ -44,6 +45,7 @@ class Journal:
     Attributes:
         version: Incremented by every change of the queue.
         problem: Why changes cannot be written, as a sentence; None while they can.
+        tasks: The ended jobs with a task left: "webhook" or "store".
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,6 +56,7 @@ class Journal:
         """
         self.version = 0
         self.problem: str | None = None
+        self.tasks = {kind: TaskIndex() for kind in _TASKS}
         self._path = path
         self._open_jobs: dict[str, ServiceJob] = {}
         self._ended_rows: dict[str, bytes] = {}
@@ -66,7 +69,6 @@ class Journal:
         self._digests: dict[str, list[str]] = {}  # of jobs without a key
         self._counts: Counter[str] = Counter()
         self._bytes = self._last_number = 0
-        self._tasks: dict[str, dict[str, None]] = {name: {} for name in _TASKS}  # ids of jobs
         self._unwritten: dict[str, None] = {}  # ids of changed jobs, in the order of the changes
         self._change_event, self._flush_lock = asyncio.Event(), asyncio.Lock()
         self._failing_since: float | None = None
@@ -209,7 +211,7 @@ class Journal:
         """Removes the rows of jobs without files that were deleted more than a day ago."""
         cutoff = time.time() - _DAY
         for name, job in [*self._deleted_jobs.items()]:
-            has_task = any(name in names for names in self._tasks.values())
+            has_task = any(name in index for index in self.tasks.values())
             if (job.ended or 0.0) < cutoff and not has_task and not has_files(name):
                 del self._deleted_jobs[name], self._numbers[name]
                 self._counts["deleted"] -= 1
@@ -224,13 +226,9 @@ class Journal:
         job = self._deleted_jobs.get(name) or self._find(name)
         return job if job is not None and job.is_ended else None
 
-    def list_tasks(self, kind: str) -> list[str]:
-        """Returns the ids of ended jobs with a task left: "webhook" or "store"."""
-        return [*self._tasks[kind]]
-
     def count_tasks(self, kind: str) -> int:
         """Returns the number of ended jobs with a task left."""
-        return len(self._tasks[kind])
+        return len(self.tasks[kind])
 
     def get_state(self, name: str) -> str | None:
         """Returns the state of a job, also of a deleted one; None if it is unknown."""
@@ -367,10 +365,7 @@ class Journal:
     def _index_tasks(self, job: ServiceJob) -> None:
         """Adds a job to the indexes of its tasks, and removes it from the others."""
         for kind, has_task in _TASKS.items():
-            if has_task(job):
-                self._tasks[kind][job.id] = None
-            else:
-                self._tasks[kind].pop(job.id, None)
+            self.tasks[kind].update(job.id, has_task(job))
 
     def _unindex_job(self, job: ServiceJob) -> None:
         """Removes a job from the index of its state."""

@@ -8,7 +8,6 @@ import hashlib
 import hmac
 import json
 import re
-import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -20,7 +19,8 @@ import wan
 from wan.serve.connections import RareMessages
 from wan.serve.journal import ServiceJob
 from wan.serve.responses import make_video_object
-from wan.serve.retries import RetryQueue, call_in_thread
+from wan.serve.resolver import Resolver
+from wan.serve.retries import RetryQueue
 from wan.serve.service import Service
 from wan.serve.webhook_hosts import WebhookHosts
 from wan.utils.log import logger
@@ -62,9 +62,9 @@ class Webhooks:
         """
         self._service, self._secret, self._hosts = service, secret, hosts
         self._on_attempt = on_attempt
-        self._tls = ssl.create_default_context()
+        self._tls, self._resolver = ssl.create_default_context(), Resolver()
         self._queue = RetryQueue(
-            lambda: service.journal.list_tasks("webhook"),
+            service.journal.tasks["webhook"],
             self._deliver,
             get_group=self._get_host,
             max_running=_MAX_SENDING,
@@ -117,8 +117,7 @@ class Webhooks:
     async def _post(self, url: SplitResult, headers: dict[str, str], body: bytes) -> int:
         """Sends a request; returns the status. No redirect is followed, no proxy is used."""
         host, port = url.hostname or "", url.port or _PORTS[url.scheme]
-        entries = await call_in_thread(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        addresses = [*dict.fromkeys(str(entry[4][0]) for entry in entries)]
+        addresses = await self._resolver.resolve(host)
         if not addresses or not all(map(self._hosts.allows_address, addresses)):
             raise PermissionError("its address is not public, and not in --webhook_hosts")
         is_tls = url.scheme == "https"
