@@ -246,8 +246,8 @@ class Journal:
 
     def list_page(
         self, after: str | None, limit: int, newest_first: bool, is_open: bool = False
-    ) -> list[ServiceJob]:
-        """Returns up to `limit` jobs by age, starting after the id `after`, also a deleted one.
+    ) -> list[str]:
+        """Returns up to `limit` ids by age, starting after the id `after`, also a deleted one.
 
         is_open: Only queued and running jobs.
         """
@@ -262,8 +262,7 @@ class Journal:
             end = bisect_left(order, (number,))
             begin = bisect_left(order, (number + 1,))
         newest, oldest = order[max(end - limit, 0) : end][::-1], order[begin : begin + limit]
-        names = newest if newest_first else oldest
-        return [job for _, name in names if (job := self._find(name)) is not None]
+        return [name for _, name in (newest if newest_first else oldest)]
 
     def list_in_state(self, *states: str) -> list[ServiceJob]:
         """Returns the queued or running jobs in some states, in the order of execution."""

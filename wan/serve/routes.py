@@ -33,6 +33,7 @@ from wan.serve.responses import (
     select_record_fields,
 )
 from wan.serve.service import Service
+from wan.serve.slices import Slices
 from wan.serve.store import Store
 from wan.serve.stored_files import make_stored_response, read_stored_file
 from wan.serve.webhook_hosts import read_url
@@ -53,6 +54,7 @@ class Routes:
         max_listeners: int = MAX_LISTENERS,
     ) -> None:
         self._service, self._metrics, self._store = service, metrics, store
+        self._slices = Slices()
         self._events = JobEvents(service, partial(make_video_object, service), max_listeners)
 
     def list_routes(self) -> list[Route]:
@@ -102,19 +104,23 @@ class Routes:
             self._service.find_job(after)
         job_filter = listing.read_filter(query.get("status", ""), query.get("search", ""))
         max_jobs = integer(0, 100)("limit", limit)
-        page = listing.find_jobs(
-            self._service.journal, job_filter, after, max_jobs, order == "desc"
-        )
-        data = [make_video_object(self._service, job) for job in page.jobs]
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": data,
-                "has_more": page.has_more,
-                "first_id": data[0]["id"] if data else None,
-                "last_id": page.last_id,
-            }
-        )
+        async with self._slices.begin() as pause:
+            page = await listing.find_jobs(
+                self._service.journal, job_filter, after, max_jobs, order == "desc", pause
+            )
+            videos: list[str] = []
+            for job in page.jobs:
+                video = make_video_object(self._service, job)
+                videos.append(json.dumps(video, ensure_ascii=False, separators=(",", ":")))
+                await pause()
+        rest = {
+            "object": "list",
+            "has_more": page.has_more,
+            "first_id": page.jobs[0].id if page.jobs else None,
+            "last_id": page.last_id,
+        }
+        content = f'{json.dumps(rest)[:-1]},"data":[{",".join(videos)}]}}'
+        return Response(content, media_type="application/json")
 
     async def content(self, request: Request) -> Response:
         job = self._service.find_job(request.path_params["id"])
