@@ -8,7 +8,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -164,7 +164,9 @@ COMPUTED_FIELDS = (
     *("guidance_scale", "guidance_scale_2", *_GUIDANCE, *COUNTS),
 )
 """Fields from which settings are computed."""
-_URL_KEYS = ("image_url", "video_url", "audio_url", "url")
+URL_KEYS = ("image_url", "video_url", "audio_url", "url")
+"""Keys of an object that has a data URL."""
+_BASE64_STEP = 65_536  # characters that are decoded at once
 _DATA_URL = re.compile(r"data:[\w.+/-]*(;[\w.+=-]+)*;base64,", re.ASCII | re.IGNORECASE)
 
 
@@ -335,6 +337,7 @@ def _suggest_field(key: str) -> str:
     flag = FOREIGN_NAMES.get(key.replace("-", "_"), "")
     names = {name for name, flag in FLAGS.items() if flag.line and name not in PATH_SETTINGS}
     similar = [flag] if flag in names else []
+    key = key[:100]  # a comparison takes longer for long names
     similar += get_close_matches(key, (*names, *FIELD_TO_SETTING, *COMPUTED_FIELDS), 1, 0.75)
     return f"did you mean {FIELD_NAMES.get(similar[0], similar[0])}" if similar else "remove it"
 
@@ -352,9 +355,9 @@ def _check_api_field(key: str, value: Any) -> None:
 def _unwrap_url(key: str, value: Any) -> tuple[str, Any]:
     """Unwraps a field NAME[image_url], or a value {"image_url": ...}."""
     match = re.fullmatch(r"(\w+)\[(\w+)\]", key)
-    if match is not None and match[2] in _URL_KEYS:
+    if match is not None and match[2] in URL_KEYS:
         return match[1], value
-    if isinstance(value, Mapping) and len(value) == 1 and {*value} <= {*_URL_KEYS}:
+    if isinstance(value, Mapping) and len(value) == 1 and {*value} <= {*URL_KEYS}:
         return key, next(iter(value.values()))
     return key, value
 
@@ -375,19 +378,40 @@ def _decode_upload(key: str, value: Any) -> bytes:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     _, value = _unwrap_url(key, value)
-    if isinstance(value, bytes):
+    if isinstance(value, bytes | bytearray):
         return value
     if isinstance(value, Mapping) and "file_id" in value:
         why = "has a file_id, and the service stores no files"
         raise InputError(key, why=why, remedy="send the file or a base64 data URL")
-    prefix = _DATA_URL.match(value) if isinstance(value, str) else None
-    if prefix is None:
-        raise InputError(key, why="must be an uploaded file or a base64 data URL")
+    return decode_data_url(key, [value] if isinstance(value, str) else [])
+
+
+def decode_data_url(key: str, pieces: Iterable[str]) -> bytes:
+    """Decodes the pieces of a base64 data URL, of which the first one has the media type.
+
+    Raises:
+        InputError: It is no data URL, or its base64 is invalid.
+    """
+    content, rest, has_prefix = bytearray(), "", False
     try:
-        return base64.b64decode(value[prefix.end() :], validate=True)
+        for piece in pieces:
+            prefix = None if has_prefix else _DATA_URL.match(piece)
+            if prefix is None and not has_prefix:
+                break
+            has_prefix = True
+            rest += piece if prefix is None else piece[prefix.end() :]
+            count = (len(rest) - 4) // 4 * 4 if len(rest) > _BASE64_STEP else 0
+            if "=" in rest[:count]:
+                raise ValueError("padding before its end")
+            content += base64.b64decode(rest[:count], validate=True)
+            rest = rest[count:]
+        content += base64.b64decode(rest, validate=True)
     except (binascii.Error, ValueError) as error:
         why = f"is no valid base64 ({error})"
         raise InputError(key, why=why, remedy="encode it again") from error
+    if not has_prefix:
+        raise InputError(key, why="must be an uploaded file or a base64 data URL")
+    return content
 
 
 def _equals_current_value(name: str, value: Any, run: Run) -> bool:

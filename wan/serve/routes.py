@@ -21,7 +21,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from wan.serve import fields, listing, page_routes, pictures
-from wan.serve.bodies import read_body
+from wan.serve.bodies import call_by_size, count_file_bytes, read_body
 from wan.serve.events import MAX_LISTENERS, JobEvents
 from wan.serve.journal import ServiceJob
 from wan.serve.metrics import Metrics
@@ -339,12 +339,15 @@ class Routes:
     async def _create_job(
         self, request: Request, body: dict[str, Any], max_outputs: int = fields.MAX_OUTPUTS
     ) -> tuple[ServiceJob, bool]:
-        digest = hash_request(body)
-        parsed_request = fields.parse_request(body, self._service.startup_run, self._service.models)
+        size, service = count_file_bytes(body), self._service
+        digest = await call_by_size(size, hash_request, body)
+        parsed_request = await call_by_size(
+            size, fields.parse_request, body, service.startup_run, service.models
+        )
         if parsed_request.num_outputs > max_outputs:
             message = "This route answers with one video; ask for several with POST /v1/videos."
             raise RefusedError(message, param="n")
-        return await self._service.create(parsed_request, digest, *_read_idempotency_key(request))
+        return await service.create(parsed_request, digest, *_read_idempotency_key(request))
 
     async def _wait_for_job(
         self, request: Request, job: ServiceJob, is_existing: bool

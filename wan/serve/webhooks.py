@@ -18,8 +18,8 @@ from urllib.parse import SplitResult, urlsplit
 import wan
 from wan.serve.connections import RareMessages
 from wan.serve.journal import ServiceJob
-from wan.serve.responses import make_video_object
 from wan.serve.resolver import Resolver
+from wan.serve.responses import make_video_object
 from wan.serve.retries import RetryQueue
 from wan.serve.service import Service
 from wan.serve.webhook_hosts import WebhookHosts
