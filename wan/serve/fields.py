@@ -184,7 +184,7 @@ class ParsedRequest:
     """
 
     settings: dict[str, Any]
-    files: dict[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes | bytearray] = field(default_factory=dict)
     priority: int = 0
     names: dict[str, str] = field(default_factory=dict)
     webhook_url: str | None = None
@@ -220,7 +220,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         InputError: A field is unknown, given twice, or does not fit the loaded model.
     """
     settings: dict[str, Any] = {}
-    files: dict[str, bytes] = {}
+    files: dict[str, bytes | bytearray] = {}
     names: dict[str, str] = {}
     api_fields: dict[str, Any] = {}
     task = run.params.task
@@ -279,7 +279,7 @@ def check_prompt(text: Any) -> None:
 
 
 def _check_prompts(
-    settings: Mapping[str, Any], files: Mapping[str, bytes], sufficient: Collection[str]
+    settings: Mapping[str, Any], files: Mapping[str, bytes | bytearray], sufficient: Collection[str]
 ) -> None:
     """Refuses a request without a prompt; the command line would use an example prompt."""
     if settings.get("clip_prompts"):
@@ -362,7 +362,7 @@ def _unwrap_url(key: str, value: Any) -> tuple[str, Any]:
     return key, value
 
 
-def _decode_pictures(key: str, pictures: Sequence[Any]) -> dict[str, bytes]:
+def _decode_pictures(key: str, pictures: Sequence[Any]) -> dict[str, bytes | bytearray]:
     """Returns the content of several pictures by the name of their file."""
     if len(pictures) > MAX_REFERENCE_IMAGES:  # before any picture is decoded
         why = f"has {len(pictures)} pictures, and at most {MAX_REFERENCE_IMAGES} are allowed"
@@ -373,7 +373,7 @@ def _decode_pictures(key: str, pictures: Sequence[Any]) -> dict[str, bytes]:
     }
 
 
-def _decode_upload(key: str, value: Any) -> bytes:
+def _decode_upload(key: str, value: Any) -> bytes | bytearray:
     """Returns the content of an uploaded file or of a data URL."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -386,7 +386,7 @@ def _decode_upload(key: str, value: Any) -> bytes:
     return decode_data_url(key, [value] if isinstance(value, str) else [])
 
 
-def decode_data_url(key: str, pieces: Iterable[str]) -> bytes:
+def decode_data_url(key: str, pieces: Iterable[str]) -> bytearray:
     """Decodes the pieces of a base64 data URL, of which the first one has the media type.
 
     Raises:
@@ -461,7 +461,10 @@ def _apply_api_fields(
 
 
 def _apply_shape(
-    api_fields: dict[str, Any], settings: Mapping[str, Any], files: Mapping[str, bytes], run: Run
+    api_fields: dict[str, Any],
+    settings: Mapping[str, Any],
+    files: Mapping[str, bytes | bytearray],
+    run: Run,
 ) -> None:
     """Converts `aspect_ratio` and `short_edge` to `width` and `height`, in place.
 

@@ -33,7 +33,7 @@ _TEXT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
 def decode_to_utf8(content: bytearray) -> bytearray:
     """Returns JSON in UTF-8 without a byte order mark; raises ValueError if it is invalid."""
-    encoding = json.detect_encoding(content)  # type: ignore[arg-type]
+    encoding = json.detect_encoding(content)
     if encoding == "utf-8":
         return content
     steps = (bytes(content[i : i + _STEP]) for i in range(0, len(content), _STEP))

@@ -33,7 +33,6 @@ from wan.serve.responses import (
     select_record_fields,
 )
 from wan.serve.service import Service
-from wan.serve.slices import Slices
 from wan.serve.store import Store
 from wan.serve.stored_files import make_stored_response, read_stored_file
 from wan.serve.webhook_hosts import read_url
@@ -54,7 +53,6 @@ class Routes:
         max_listeners: int = MAX_LISTENERS,
     ) -> None:
         self._service, self._metrics, self._store = service, metrics, store
-        self._slices = Slices()
         self._events = JobEvents(service, partial(make_video_object, service), max_listeners)
 
     def list_routes(self) -> list[Route]:
@@ -104,7 +102,7 @@ class Routes:
             self._service.find_job(after)
         job_filter = listing.read_filter(query.get("status", ""), query.get("search", ""))
         max_jobs = integer(0, 100)("limit", limit)
-        async with self._slices.begin() as pause:
+        async with self._service.slices.begin() as pause:
             page = await listing.find_jobs(
                 self._service.journal, job_filter, after, max_jobs, order == "desc", pause
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 import time
@@ -31,6 +32,7 @@ from wan.serve.journal import MAX_ATTEMPTS, Journal, ServiceJob
 from wan.serve.journal_file import JournalError
 from wan.serve.loras import LoraCatalog
 from wan.serve.repeats import RefusedError, RepeatedRequests, hash_request
+from wan.serve.slices import Slices
 from wan.serve.waiters import Waiters
 from wan.serve.webhook_hosts import NO_HOSTS, WebhookHosts
 from wan.settings.errors import InputError, is_disk_full, name_settings
@@ -72,6 +74,7 @@ class Service:
         loras: The LoRAs that requests may name.
         estimates: Durations of jobs, and waiting times.
         models: Names of the model in the HTTP interface; the first is that of responses.
+        slices: Runs long computations in the event loop.
         stopping: Whether the service is stopping and refuses requests.
         background_tasks: Further coroutine functions that run until the service ends.
     """
@@ -100,6 +103,7 @@ class Service:
             on_event: Called with each event, its job and its record, for metrics.
         """
         self.startup_run, self.stopping = run, False
+        self.slices = Slices()
         self.background_tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self.models = tuple(dict.fromkeys((*model_names, run.setup.preset.task)))
         self.limits, self._replica_name = limits, replica_name
@@ -570,20 +574,26 @@ class Service:
 
     async def _delete_old_jobs(self) -> None:
         """Deletes expired jobs, and the oldest jobs above the quota, every ten seconds."""
+        journal = self.journal
         while True:
             days, quota = self.limits.keep_days, self.limits.quota
-            if days is not None:
-                for job in self.journal.list_ended_before(time.time() - 86400 * days):
+            seconds = math.inf if days is None else 86400 * days
+            async with self.slices.begin() as pause:
+                for name in journal.list_ended(seconds):
+                    job = journal.get(name) if journal.is_older(name, seconds) else None
+                    if job is not None:
+                        self.delete(job)
+                    await pause()
+                while quota is not None and journal.count_bytes() > quota:
+                    job = journal.get(journal.get_oldest_end() or "")
+                    if job is None:
+                        break
                     self.delete(job)
-            while quota is not None and self.journal.count_bytes() > quota:
-                oldest = self.journal.list_ended_before(time.time(), 1)
-                if not oldest:
-                    break
-                self.delete(oldest[0])
-            self.journal.forget_deleted(self.files.has_folder)
-            if await self.journal.save():
-                await asyncio.to_thread(self.journal.vacuum)
-            await asyncio.to_thread(self.journal.reserve_space)  # reserves space again
+                    await pause()
+            journal.forget_deleted(self.files.has_folder)
+            if await journal.save():
+                await asyncio.to_thread(journal.vacuum)
+            await asyncio.to_thread(journal.reserve_space)  # reserves space again
             await asyncio.sleep(10)
 
 

@@ -91,7 +91,7 @@ class Webhooks:
         why = await self._send(job, job.webhook_url)
         if why is None:
             self._on_attempt("delivered")
-        elif why == "status 410" or time.time() - (job.ended or 0.0) > GIVE_UP_SECONDS:
+        elif why == "status 410" or journal.is_older(job_id, GIVE_UP_SECONDS):
             logger.error("The event of %s was not delivered to %s (%s).", job_id, host, why)
             self._on_attempt("given_up")
         else:
