@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
 from wan.app.run import Run
 from wan.pipeline import memory_estimate
+from wan.serve import clock
 from wan.serve.journal import Journal, ServiceJob
 from wan.utils.log import logger
 
@@ -105,7 +105,7 @@ class Estimates:
 
 def _get_elapsed(job: ServiceJob) -> float:
     """Returns the seconds since a running job, or its present video, was started."""
-    now = time.time()
+    now = clock.now()
     return now - max(job.started or now, job.output_started)
 
 

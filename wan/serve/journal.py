@@ -257,6 +257,10 @@ class Journal:
         job = self._deleted_jobs.get(name) or self._find(name)
         return job if job is not None and job.is_ended else None
 
+    def list_known(self) -> frozenset[str]:
+        """Returns the ids of all jobs, also of deleted ones."""
+        return frozenset(self._numbers)
+
     def count_tasks(self, kind: str) -> int:
         """Returns the number of ended jobs with a task left."""
         return len(self.tasks[kind])
@@ -353,6 +357,9 @@ class Journal:
                 raise InputError(str(self._path), None, why, remedy) from error
             if job.is_ended:
                 self._earlier.add(job.id)
+            else:
+                job.event_series += 1
+                self._mark_unwritten(job.id)
             if job.state != "deleted":
                 self._append_job(job, row)
                 continue

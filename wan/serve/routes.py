@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import json
 import os
@@ -27,6 +26,8 @@ from wan.serve.journal import ServiceJob
 from wan.serve.metrics import Metrics
 from wan.serve.repeats import RefusedError, hash_request
 from wan.serve.responses import (
+    iter_file,
+    make_base64_response,
     make_file_name,
     make_gone_error,
     make_video_object,
@@ -34,7 +35,7 @@ from wan.serve.responses import (
 )
 from wan.serve.service import Service
 from wan.serve.store import Store
-from wan.serve.stored_files import make_stored_response, read_stored_file
+from wan.serve.stored_files import iter_stored_file, make_stored_response
 from wan.serve.webhook_hosts import read_url
 from wan.settings.values import integer
 
@@ -287,10 +288,11 @@ class Routes:
         if form == "video_path":
             return JSONResponse({"video_id": job.id, "video_path": str(path.absolute())})
         try:
-            content = base64.b64encode(await asyncio.to_thread(path.read_bytes)).decode()
+            file = path.open("rb")
         except OSError as error:
             raise make_gone_error("is gone") from error
-        return JSONResponse({"video_id": job.id, "video_bytes": content})
+        size, content = os.fstat(file.fileno()).st_size, iter_file(file)
+        return make_base64_response({"video_id": job.id}, "video_bytes", size, content)
 
     async def _send_stored_generation(self, job: ServiceJob, form: str) -> Response:
         """Answers MLPerf's request for a video that is in the store."""
@@ -299,8 +301,8 @@ class Routes:
             return JSONResponse(
                 {"video_id": job.id, "video_path": store.make_url(job.id, "video.mp4")}
             )
-        content = base64.b64encode(await read_stored_file(store, job.id, "video.mp4")).decode()
-        return JSONResponse({"video_id": job.id, "video_bytes": content})
+        size, content = await iter_stored_file(store, job.id, "video.mp4")
+        return make_base64_response({"video_id": job.id}, "video_bytes", size, content)
 
     async def models(self, _: Request) -> Response:
         model = {"object": "model", "owned_by": "wan", "created": 0}

@@ -15,7 +15,7 @@ from typing import Any
 
 from wan.app import resolve
 from wan.app.run import Run
-from wan.serve import fields, records
+from wan.serve import clock, fields, records
 from wan.serve.batches import (
     choose_batch_size,
     choose_first_job,
@@ -260,7 +260,7 @@ class Service:
 
     def list_stored_jobs(self) -> list[ServiceJob]:
         """Returns the jobs missing in the journal whose videos are in a store."""
-        return records.list_stored_jobs(self.files.jobs, self.journal)
+        return records.list_stored_jobs(self.files.jobs, self.journal.list_known())
 
     async def wait_for_change(self) -> None:
         """Waits for the next change of any job."""
@@ -341,7 +341,7 @@ class Service:
 
     def _send_outputs(self, outputs: Sequence[tuple[ServiceJob, int]]) -> None:
         """Sends videos of jobs to the ranks, and starts the jobs that have not been started."""
-        self._last_shape, now, commands = outputs[0][0].shape, time.time(), []
+        self._last_shape, now, commands = outputs[0][0].shape, clock.now(), []
         for job, index in outputs:
             job.stage = ""
             if job.state == "queued":
@@ -493,7 +493,7 @@ class Service:
                 earlier = self._repeats.find_duplicate(digest, key, is_retry)
                 if earlier is None:
                     self._check_queue(job.num_outputs)
-                    job.created = time.time()
+                    job.created, job.queued_at = time.time(), clock.now()
                     await self.journal.add(job)
         except BaseException as error:
             refusal = self._make_refusal(error, job) if isinstance(error, InputError) else None

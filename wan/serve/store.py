@@ -263,7 +263,7 @@ class StoreUploads:
     async def _restore_jobs(self) -> None:
         """Adds the stored videos whose jobs are missing in the journal, by their local records."""
         num_restored, journal = 0, self._service.journal
-        for job in self._service.list_stored_jobs():
+        for job in await self._store.writers.call(self._service.list_stored_jobs):
             try:
                 names = [make_output_stem(index) for index in range(job.num_outputs)]
                 sizes = [await self._store.get_size(job.id, f"{name}.mp4") for name in names]
