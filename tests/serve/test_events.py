@@ -119,7 +119,7 @@ async def test_a_log_is_bounded(jobs: Jobs) -> None:
     name, log = await jobs.create(), events.EventLog()
     video = make_video_object(jobs.service, jobs.service.find_job(name))
     for done in range(10_000):
-        log.observe(video | {"steps": [done, 10_000]}, 0.0)
+        log.observe(video | {"steps": [done, 10_000]})
     kept = log.list_after(-1)
     assert [number for number, _ in kept] == sorted({number for number, _ in kept})
     assert len(kept) == 256 and '"done": 9999' in kept[-1][1]

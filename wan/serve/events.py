@@ -24,8 +24,8 @@ _FIRST_END = 1_000_000  # the least id of a last event in earlier versions
 class EventLog:
     """The last events of one unfinished job.
 
-    Their ids are consecutive. Each start of the service begins a new series with larger ids, so that
-    they grow whatever the clock does.
+    Their ids are consecutive. Each start of the service begins a new series with larger ids, so
+    that they grow whatever the clock does.
     """
 
     def __init__(self, series: int = 0) -> None:

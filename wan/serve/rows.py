@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, dataclass, field, fields
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -159,9 +160,14 @@ class ServiceJob:
         Videos of several clips may not, since they load their experts for each clip. Neither may a
         second attempt, since the job may have caused the loss of the ranks.
         """
-        clips = json.loads(self.shape)[3]
         max_attempt = 1 if self.state == "in_progress" else 0
-        return self.attempt <= max_attempt and int(clips) == 1
+        return self.attempt <= max_attempt and _read_num_clips(self.shape) == 1
+
+
+@lru_cache(maxsize=100)
+def _read_num_clips(shape: str) -> int:
+    """Returns the number of clips of a `ServiceJob.shape`."""
+    return int(json.loads(shape)[3])
 
 
 COLUMNS = tuple(
