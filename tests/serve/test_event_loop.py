@@ -194,7 +194,7 @@ async def test_the_bytes_of_a_large_video(tmp_path: Path, is_stored: bool) -> No
     assert status == 200 and int(headers["content-length"]) == len(answers[0])
     answer = json.loads(answers[0])
     assert base64.b64decode(answer["video_bytes"]) == video and answer["video_id"] == names[0]
-    assert sorted(seconds)[-2] < LIMIT  # the last one joins the answer, in the test
+    assert max(seconds) < LIMIT
 
 
 class HangingFiles(LocalFileSystem):

@@ -124,6 +124,7 @@ async def test_ids_grow_though_the_clock_is_set(
     restarted.start_idle_ranks()
     third = Listener(restarted, name, seen[-1][0])
     await send(restarted, "step", job=name, done=1, total=2)
+    await asyncio.sleep(0.02)
     restarted.complete(name)
     seen += await third.finish()
     assert [event[1] for event in seen[-2:]] == ["step", "end"]
