@@ -386,26 +386,26 @@ def _decode_upload(key: str, value: Any) -> bytes | bytearray:
     return decode_data_url(key, [value] if isinstance(value, str) else [])
 
 
-def decode_data_url(key: str, pieces: Iterable[str]) -> bytearray:
-    """Decodes the pieces of a base64 data URL, of which the first one has the media type.
+def decode_data_url(key: str, texts: Iterable[str]) -> bytearray:
+    """Decodes the texts that form a base64 data URL; the first one has the media type.
 
     Raises:
         InputError: It is no data URL, or its base64 is invalid.
     """
-    content, rest, has_prefix = bytearray(), "", False
+    content, encoded, has_prefix = bytearray(), "", False
     try:
-        for piece in pieces:
-            prefix = None if has_prefix else _DATA_URL.match(piece)
+        for text in texts:
+            prefix = None if has_prefix else _DATA_URL.match(text)
             if prefix is None and not has_prefix:
                 break
             has_prefix = True
-            rest += piece if prefix is None else piece[prefix.end() :]
-            count = (len(rest) - 4) // 4 * 4 if len(rest) > _BASE64_STEP else 0
-            if "=" in rest[:count]:
+            encoded += text if prefix is None else text[prefix.end() :]
+            count = (len(encoded) - 4) // 4 * 4 if len(encoded) > _BASE64_STEP else 0
+            if "=" in encoded[:count]:
                 raise ValueError("padding before its end")
-            content += base64.b64decode(rest[:count], validate=True)
-            rest = rest[count:]
-        content += base64.b64decode(rest, validate=True)
+            content += base64.b64decode(encoded[:count], validate=True)
+            encoded = encoded[count:]
+        content += base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
         why = f"is no valid base64 ({error})"
         raise InputError(key, why=why, remedy="encode it again") from error

@@ -414,11 +414,11 @@ class Journal:
         A job whose end lies in the future, by a clock that has been set back since, ended just now.
         """
         ended = job.ended or 0.0
-        known = self._end_times.get(job.id)
-        if known is None or known[1] != ended:
-            known = time.monotonic() - max(time.time() - ended, 0.0), ended
-            self._end_times[job.id] = known
-        return known[0]
+        times = self._end_times.get(job.id)
+        if times is None or times[1] != ended:
+            times = time.monotonic() - max(time.time() - ended, 0.0), ended
+            self._end_times[job.id] = times
+        return times[0]
 
     def _index_tasks(self, job: ServiceJob) -> None:
         """Adds a job to the indexes of its tasks, and removes it from the others."""

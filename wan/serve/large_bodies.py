@@ -58,7 +58,7 @@ def take_out_files(content: bytearray, key: str | None) -> tuple[bytes, dict[str
         RefusedError: There is too much besides the files.
     """
     files: dict[str, tuple[int, int]] = {}
-    rest, position, token = bytearray(), 0, secrets.token_hex(8)
+    json_text, position, token = bytearray(), 0, secrets.token_hex(8)
     num_values = depth = 0
     while position < len(content):
         start = content.find(b'"', position, position + _MAX_TEXT)
@@ -68,7 +68,7 @@ def take_out_files(content: bytearray, key: str | None) -> tuple[bytes, dict[str
         )
         num_values += gap.count(b",") + num_opened
         depth += num_opened - num_closed
-        rest += gap
+        json_text += gap
         position += len(gap)
         if start >= 0:
             position = end = _find_text_end(content, start + 1)
@@ -76,20 +76,20 @@ def take_out_files(content: bytearray, key: str | None) -> tuple[bytes, dict[str
             if is_file and end < len(content):
                 name = f"{token}-{len(files)}"
                 files[name] = start + 1, end
-                rest += f'"{name}"'.encode()
+                json_text += f'"{name}"'.encode()
                 position += 1
             else:
                 position = min(end + 1, len(content))
-                _check_text_length(len(rest) + position - start, key)
-                rest += content[start:position]
-        _check_text_length(len(rest), key)
+                _check_text_length(len(json_text) + position - start, key)
+                json_text += content[start:position]
+        _check_text_length(len(json_text), key)
         if depth > MAX_DEPTH:
             raise RefusedError(TOO_DEEP, param=key)
         if num_values > _MAX_VALUES:
             subject = "The body" if key is None else key
             message = f"{subject} has more than {_MAX_VALUES} values; give fewer."
             raise RefusedError(message, param=key)
-    return bytes(rest), files
+    return bytes(json_text), files
 
 
 def iter_json_text(content: bytearray, start: int, end: int) -> Iterator[str]:

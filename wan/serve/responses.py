@@ -173,14 +173,14 @@ def make_base64_response(
 
     async def iter_pieces() -> AsyncIterator[bytes]:
         yield head
-        rest = b""
+        remainder = b""
         async for part in content:
             for start in range(0, len(part), _PIECE):
-                rest += part[start : start + _PIECE]
-                count = len(rest) // 3 * 3
-                yield base64.b64encode(rest[:count])
-                rest = rest[count:]
-        yield base64.b64encode(rest) + end
+                remainder += part[start : start + _PIECE]
+                count = len(remainder) // 3 * 3
+                yield base64.b64encode(remainder[:count])
+                remainder = remainder[count:]
+        yield base64.b64encode(remainder) + end
 
     length = len(head) + 4 * -(-size // 3) + len(end)
     headers = {"content-length": str(length)}

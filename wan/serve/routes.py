@@ -112,13 +112,13 @@ class Routes:
                 video = make_video_object(self._service, job)
                 videos.append(json.dumps(video, ensure_ascii=False, separators=(",", ":")))
                 await pause()
-        rest = {
+        page_fields = {
             "object": "list",
             "has_more": page.has_more,
             "first_id": page.jobs[0].id if page.jobs else None,
             "last_id": page.last_id,
         }
-        content = f'{json.dumps(rest)[:-1]},"data":[{",".join(videos)}]}}'
+        content = f'{json.dumps(page_fields)[:-1]},"data":[{",".join(videos)}]}}'
         return Response(content, media_type="application/json")
 
     async def content(self, request: Request) -> Response:

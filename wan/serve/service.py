@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -102,8 +103,7 @@ class Service:
             model_names: Further names of the model; the last one is its task.
             on_event: Called with each event, its job and its record, for metrics.
         """
-        self.startup_run, self.stopping = run, False
-        self.slices = Slices()
+        self.startup_run, self.stopping, self.slices = run, False, Slices()
         self.background_tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self.models = tuple(dict.fromkeys((*model_names, run.setup.preset.task)))
         self.limits, self._replica_name = limits, replica_name
@@ -577,7 +577,7 @@ class Service:
         journal = self.journal
         while True:
             days, quota = self.limits.keep_days, self.limits.quota
-            seconds = math.inf if days is None else 86400 * days
+            seconds = 86400 * (math.inf if days is None else days)
             async with self.slices.begin() as pause:
                 for name in journal.list_ended(seconds):
                     job = journal.get(name) if journal.is_older(name, seconds) else None
@@ -585,8 +585,7 @@ class Service:
                         self.delete(job)
                     await pause()
                 while quota is not None and journal.count_bytes() > quota:
-                    job = journal.get(journal.get_oldest_end() or "")
-                    if job is None:
+                    if (job := journal.get(journal.get_oldest_end() or "")) is None:
                         break
                     self.delete(job)
                     await pause()
@@ -599,8 +598,7 @@ class Service:
 
 def _can_group_by_expert(run: Run) -> bool:
     """Returns whether batches of videos can be grouped by expert in this run."""
-    try:
+    with suppress(InputError):
         run.setup.check_grouping()
-    except InputError:
-        return False
-    return True
+        return True
+    return False
