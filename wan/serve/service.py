@@ -111,16 +111,9 @@ class Service:
         self.files, self.loras = JobFiles(jobs), LoraCatalog(run)
         self.journal = Journal(folder / "journal.sqlite")
         records.restore_finished_jobs(jobs, self.journal)
-        timeout = 60 * run.setup.parallel.dist_timeout
-        self.rank_group = RankGroup(
-            user_settings,
-            ranks,
-            folder,
-            self._handle_message,
-            nodes,
-            limits.cached_prompts,
-            timeout,
-        )
+        seconds = 60 * run.setup.parallel.dist_timeout
+        prompts, handle = limits.cached_prompts, self._handle_message
+        self.rank_group = RankGroup(user_settings, ranks, folder, handle, nodes, prompts, seconds)
         self._running: dict[str, ServiceJob] = {}
         self._batch: dict[str, int] = {}  # video of the ranks' batch -> its steps done
         self._errors: dict[str, dict[str, str]] = {}  # running job -> error of one of its videos
