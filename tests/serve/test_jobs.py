@@ -219,6 +219,27 @@ async def test_nothing_of_an_expired_job_is_left(limits: Limits, tmp_path: Path)
     assert jobs.get_state(newer) == ("completed" if limits.quota is None else "deleted")
 
 
+@pytest.mark.parametrize("jump", [-400.0, 400.0])
+async def test_a_clock_that_is_set_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    """By days, while the service runs or before it starts; the quota takes the first ends."""
+    jobs, real = Jobs(tmp_path / "jobs", Limits(keep_days=7, queue=9)), time.time
+    names = []
+    for days in (0.0, jump):
+        monkeypatch.setattr(time, "time", lambda days=days: real() + 86400 * days)
+        names.append(await jobs.create())
+        jobs.complete(names[-1])
+    await run_cleanup(jobs, lambda: True)
+    await jobs.service.journal.save()
+    restarted = Jobs(jobs.folder, jobs.service.limits)
+    await run_cleanup(restarted, lambda: True)
+    assert [restarted.get_state(name) for name in names] == ["completed"] * 2
+    jobs.service.limits = Limits(quota=jobs.service.journal.count_bytes() - 1)
+    await run_cleanup(jobs, lambda: jobs.get_state(names[0]) == "deleted")
+    assert jobs.get_state(names[1]) == "completed"
+
+
 async def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:
     """Many jobs with rows of random lengths, of which half are deleted in random order."""
     rng, journal = random.Random(3), jobs.service.journal

@@ -6,9 +6,12 @@ import asyncio
 import json
 import socket
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -370,16 +373,41 @@ def test_many_ports_of_one_address() -> None:
         pass
 
 
+async def test_a_clock_that_is_set_gives_nothing_up(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine days later by the clock, and after a restart, an event is still sent again."""
+    jobs, real = make_jobs(tmp_path / "jobs"), time.time
+    jobs.complete(await jobs.create({"webhook_url": receiver.url}))
+    assert await jobs.service.journal.save()
+    monkeypatch.setattr(time, "time", lambda: real() + 9 * 86400)
+    receiver.statuses = iter([500] * 4)
+    async with delivering(jobs) as attempts:
+        while len(attempts) < 2:
+            await asyncio.sleep(0.02)
+    async with delivering(make_jobs(tmp_path / "jobs")) as later_attempts:
+        while len(later_attempts) < 2:
+            await asyncio.sleep(0.02)
+    assert {*attempts} == {"repeated"} and later_attempts[0] == "repeated"
+
+
 async def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pauses between attempts are 1, 2, 4, ... seconds, up to the longest, and a bit less."""
-    pauses: list[float] = []
-    queue = retries.RetryQueue(
-        lambda: ["a"], lambda _: asyncio.sleep(0, False), max_running=1, max_per_group=1, longest=9
-    )
-    monkeypatch.setattr(retries.random, "uniform", lambda _, high: high)
-    for _ in range(6):
-        queue._due.clear()
-        queue._start_due()
-        await queue._tasks["a"]
-        pauses.append(round(queue._due["a"] - retries.time.monotonic()))
+    now, moments = 0.0, []
+    monkeypatch.setattr(retries, "_POLL", 0.0)
+    monkeypatch.setattr(retries, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(retries, "random", SimpleNamespace(uniform=lambda _, high: high))
+
+    async def fail(_: str) -> bool:
+        moments.append(round(now, 1))
+        return False
+
+    tasks = retries.TaskIndex()
+    tasks.update("a", True)
+    queue = retries.RetryQueue(tasks, fail, max_running=1, max_per_group=1, longest=9)
+    async with running(queue.run()):
+        while len(moments) < 7:
+            await asyncio.sleep(0)
+            now += 0.01
+    pauses = [round(later - moment) for moment, later in pairwise(moments)]
     assert pauses == [1, 2, 4, 8, 9, 9]

@@ -13,7 +13,8 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from wan.serve.addresses import Network
@@ -89,9 +90,12 @@ def make_app(
             with suppress(asyncio.CancelledError):
                 await running
 
+    async def answer_error(request: Request, error: Exception) -> Response:
+        is_gone = isinstance(error, ClientDisconnect)  # without a thread, as all may be busy
+        return (answer_disconnect if is_gone else make_error_response)(request, error)
+
     errors = (RefusedError, InputError, HTTPException, MultiPartException, Exception)
-    handlers: dict[Any, Any] = dict.fromkeys(errors, make_error_response)
-    handlers[ClientDisconnect] = answer_disconnect
+    handlers: dict[Any, Any] = dict.fromkeys((*errors, ClientDisconnect), answer_error)
     routes = Routes(service, metrics, store, max_listeners).list_routes()
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False

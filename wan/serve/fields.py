@@ -8,7 +8,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -157,7 +157,9 @@ COMPUTED_FIELDS = (
     *("guidance_scale", "guidance_scale_2", *_GUIDANCE, *COUNTS),
 )
 """Fields from which settings are computed."""
-_URL_KEYS = ("image_url", "video_url", "audio_url", "url")
+URL_KEYS = ("image_url", "video_url", "audio_url", "url")
+"""Keys of an object that has a data URL."""
+_BASE64_STEP = 65_536  # characters that are decoded at once
 _DATA_URL = re.compile(r"data:[\w.+/-]*(;[\w.+=-]+)*;base64,", re.ASCII | re.IGNORECASE)
 
 
@@ -175,7 +177,7 @@ class ParsedRequest:
     """
 
     settings: dict[str, Any]
-    files: dict[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes | bytearray] = field(default_factory=dict)
     priority: int = 0
     names: dict[str, str] = field(default_factory=dict)
     webhook_url: str | None = None
@@ -211,7 +213,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         InputError: A field is unknown, given twice, or does not fit the loaded model.
     """
     settings: dict[str, Any] = {}
-    files: dict[str, bytes] = {}
+    files: dict[str, bytes | bytearray] = {}
     names: dict[str, str] = {}
     api_fields: dict[str, Any] = {}
     task = run.params.task
@@ -273,7 +275,9 @@ def check_prompt(text: Any) -> None:
         raise InputError("prompt", why="has no visible text", remedy="describe the video")
 
 
-def _check_prompts(settings: Mapping[str, Any], files: Mapping[str, bytes], run: Run) -> None:
+def _check_prompts(
+    settings: Mapping[str, Any], files: Mapping[str, bytes | bytearray], run: Run
+) -> None:
     """Refuses a request without a prompt; the command line would use an example prompt."""
     prompts = settings.get("clip_prompts") or settings.get("prompt")
     if not settings.get("clip_prompts") and "prompt" not in settings:
@@ -324,6 +328,7 @@ def _suggest_field(key: str) -> str:
     flag = FOREIGN_NAMES.get(key.replace("-", "_"), "")
     names = {name for name, flag in FLAGS.items() if flag.line and name not in PATH_SETTINGS}
     similar = [flag] if flag in names else []
+    key = key[:100]  # a comparison takes longer for long names
     similar += get_close_matches(key, (*names, *FIELD_TO_SETTING, *COMPUTED_FIELDS), 1, 0.75)
     return f"did you mean {FIELD_NAMES.get(similar[0], similar[0])}" if similar else "remove it"
 
@@ -341,14 +346,14 @@ def _check_api_field(key: str, value: Any) -> None:
 def _unwrap_url(key: str, value: Any) -> tuple[str, Any]:
     """Unwraps a field NAME[image_url], or a value {"image_url": ...}."""
     match = re.fullmatch(r"(\w+)\[(\w+)\]", key)
-    if match is not None and match[2] in _URL_KEYS:
+    if match is not None and match[2] in URL_KEYS:
         return match[1], value
-    if isinstance(value, Mapping) and len(value) == 1 and {*value} <= {*_URL_KEYS}:
+    if isinstance(value, Mapping) and len(value) == 1 and {*value} <= {*URL_KEYS}:
         return key, next(iter(value.values()))
     return key, value
 
 
-def _decode_pictures(key: str, pictures: Sequence[Any]) -> dict[str, bytes]:
+def _decode_pictures(key: str, pictures: Sequence[Any]) -> dict[str, bytes | bytearray]:
     """Returns the content of several pictures by the name of their file."""
     if len(pictures) > MAX_REFERENCE_IMAGES:  # before any picture is decoded
         why = f"has {len(pictures)} pictures, and at most {MAX_REFERENCE_IMAGES} are allowed"
@@ -359,24 +364,45 @@ def _decode_pictures(key: str, pictures: Sequence[Any]) -> dict[str, bytes]:
     }
 
 
-def _decode_upload(key: str, value: Any) -> bytes:
+def _decode_upload(key: str, value: Any) -> bytes | bytearray:
     """Returns the content of an uploaded file or of a data URL."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     _, value = _unwrap_url(key, value)
-    if isinstance(value, bytes):
+    if isinstance(value, bytes | bytearray):
         return value
     if isinstance(value, Mapping) and "file_id" in value:
         why = "has a file_id, and the service stores no files"
         raise InputError(key, why=why, remedy="send the file or a base64 data URL")
-    prefix = _DATA_URL.match(value) if isinstance(value, str) else None
-    if prefix is None:
-        raise InputError(key, why="must be an uploaded file or a base64 data URL")
+    return decode_data_url(key, [value] if isinstance(value, str) else [])
+
+
+def decode_data_url(key: str, texts: Iterable[str]) -> bytearray:
+    """Decodes the texts that form a base64 data URL; the first one has the media type.
+
+    Raises:
+        InputError: It is no data URL, or its base64 is invalid.
+    """
+    content, encoded, has_prefix = bytearray(), "", False
     try:
-        return base64.b64decode(value[prefix.end() :], validate=True)
+        for text in texts:
+            prefix = None if has_prefix else _DATA_URL.match(text)
+            if prefix is None and not has_prefix:
+                break
+            has_prefix = True
+            encoded += text if prefix is None else text[prefix.end() :]
+            count = (len(encoded) - 4) // 4 * 4 if len(encoded) > _BASE64_STEP else 0
+            if "=" in encoded[:count]:
+                raise ValueError("padding before its end")
+            content += base64.b64decode(encoded[:count], validate=True)
+            encoded = encoded[count:]
+        content += base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
         why = f"is no valid base64 ({error})"
         raise InputError(key, why=why, remedy="encode it again") from error
+    if not has_prefix:
+        raise InputError(key, why="must be an uploaded file or a base64 data URL")
+    return content
 
 
 def _equals_current_value(name: str, value: Any, run: Run) -> bool:
@@ -426,7 +452,10 @@ def _apply_api_fields(
 
 
 def _apply_shape(
-    api_fields: dict[str, Any], settings: Mapping[str, Any], files: Mapping[str, bytes], run: Run
+    api_fields: dict[str, Any],
+    settings: Mapping[str, Any],
+    files: Mapping[str, bytes | bytearray],
+    run: Run,
 ) -> None:
     """Converts `aspect_ratio` and `short_edge` to `width` and `height`, in place.
 

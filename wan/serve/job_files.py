@@ -94,7 +94,7 @@ class JobFiles:
         """Returns the size of all files of a job."""
         return sum(path.stat().st_size for path in self.job_folder(job).rglob("*"))
 
-    def write_uploads(self, job: ServiceJob, files: Mapping[str, bytes]) -> None:
+    def write_uploads(self, job: ServiceJob, files: Mapping[str, bytes | bytearray]) -> None:
         """Creates the folder of a job and writes its uploaded files."""
         self.job_folder(job).mkdir()
         names = {key: file.name for key, file in files.items() if isinstance(file, UploadedFile)}

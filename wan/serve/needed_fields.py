@@ -43,7 +43,9 @@ def list_needed_fields(run: Run, replaces_character: bool) -> list[tuple[str, ..
     return groups
 
 
-def check_needed_fields(settings: Mapping[str, Any], files: Mapping[str, bytes], run: Run) -> None:
+def check_needed_fields(
+    settings: Mapping[str, Any], files: Mapping[str, bytes | bytearray], run: Run
+) -> None:
     """Refuses a request that lacks fields, and names all of them.
 
     Args:

@@ -61,8 +61,18 @@ def hash_request(body: Mapping[str, Any]) -> str:
     hasher = hashlib.sha256()
     for name in sorted(body):
         value = body[name]
-        content = value
-        if not isinstance(value, bytes):
-            content = json.dumps(value, sort_keys=True, default=bytes.hex).encode()
-        hasher.update(f"{name} {len(content)} ".encode() + content)
+        has_files = isinstance(value, list) and any(map(_is_file, value))
+        for content in value if has_files else [value]:
+            if not _is_file(content):
+                content = json.dumps(content, sort_keys=True, default=_digest_file).encode()
+            hasher.update(f"{name} {len(content)} ".encode())
+            hasher.update(content)
     return hasher.hexdigest()
+
+
+def _is_file(value: Any) -> bool:
+    return isinstance(value, bytes | bytearray)
+
+
+def _digest_file(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

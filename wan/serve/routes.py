@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from wan.serve import fields, listing, page_routes, pictures
-from wan.serve.bodies import read_body
+from wan.serve.bodies import call_by_size, count_file_bytes, read_body
 from wan.serve.events import MAX_LISTENERS, JobEvents
 from wan.serve.journal import ServiceJob
 from wan.serve.metrics import Metrics
@@ -29,6 +28,8 @@ from wan.serve.needed_fields import check_needed_fields
 from wan.serve.operations import OPERATIONS
 from wan.serve.repeats import RefusedError, hash_request
 from wan.serve.responses import (
+    iter_file,
+    make_base64_response,
     make_file_name,
     make_gone_error,
     make_video_object,
@@ -36,7 +37,7 @@ from wan.serve.responses import (
 )
 from wan.serve.service import Service
 from wan.serve.store import Store
-from wan.serve.stored_files import make_stored_response, read_stored_file
+from wan.serve.stored_files import iter_stored_file, make_stored_response
 from wan.serve.webhook_hosts import read_url
 from wan.settings.values import format_value, integer
 
@@ -106,19 +107,23 @@ class Routes:
             self._service.find_job(after)
         job_filter = listing.read_filter(query.get("status", ""), query.get("search", ""))
         max_jobs = integer(0, 100)("limit", limit)
-        page = listing.find_jobs(
-            self._service.journal, job_filter, after, max_jobs, order == "desc"
-        )
-        data = [make_video_object(self._service, job) for job in page.jobs]
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": data,
-                "has_more": page.has_more,
-                "first_id": data[0]["id"] if data else None,
-                "last_id": page.last_id,
-            }
-        )
+        async with self._service.slices.begin() as pause:
+            page = await listing.find_jobs(
+                self._service.journal, job_filter, after, max_jobs, order == "desc", pause
+            )
+            videos: list[str] = []
+            for job in page.jobs:
+                video = make_video_object(self._service, job)
+                videos.append(json.dumps(video, ensure_ascii=False, separators=(",", ":")))
+                await pause()
+        page_fields = {
+            "object": "list",
+            "has_more": page.has_more,
+            "first_id": page.jobs[0].id if page.jobs else None,
+            "last_id": page.last_id,
+        }
+        content = f'{json.dumps(page_fields)[:-1]},"data":[{",".join(videos)}]}}'
+        return Response(content, media_type="application/json")
 
     async def content(self, request: Request) -> Response:
         job = self._service.find_job(request.path_params["id"])
@@ -290,10 +295,11 @@ class Routes:
         if form == "video_path":
             return JSONResponse({"video_id": job.id, "video_path": str(path.absolute())})
         try:
-            content = base64.b64encode(await asyncio.to_thread(path.read_bytes)).decode()
+            file = path.open("rb")
         except OSError as error:
             raise make_gone_error("is gone") from error
-        return JSONResponse({"video_id": job.id, "video_bytes": content})
+        size, content = os.fstat(file.fileno()).st_size, iter_file(file)
+        return make_base64_response({"video_id": job.id}, "video_bytes", size, content)
 
     async def _send_stored_generation(self, job: ServiceJob, form: str) -> Response:
         """Answers MLPerf's request for a video that is in the store."""
@@ -302,8 +308,8 @@ class Routes:
             return JSONResponse(
                 {"video_id": job.id, "video_path": store.make_url(job.id, "video.mp4")}
             )
-        content = base64.b64encode(await read_stored_file(store, job.id, "video.mp4")).decode()
-        return JSONResponse({"video_id": job.id, "video_bytes": content})
+        size, content = await iter_stored_file(store, job.id, "video.mp4")
+        return make_base64_response({"video_id": job.id}, "video_bytes", size, content)
 
     async def models(self, _: Request) -> Response:
         model = {"object": "model", "owned_by": "wan", "created": 0}
@@ -343,16 +349,17 @@ class Routes:
     async def _create_job(
         self, request: Request, body: dict[str, Any], max_outputs: int = fields.MAX_OUTPUTS
     ) -> tuple[ServiceJob, bool]:
-        key = request.headers.get("idempotency-key")
-        digest = hash_request(body) if key else ""
-        parsed_request = fields.parse_request(body, self._service.startup_run, self._service.models)
-        check_needed_fields(
-            parsed_request.settings, parsed_request.files, self._service.startup_run
+        key, service = request.headers.get("idempotency-key"), self._service
+        size = count_file_bytes(body)
+        digest = await call_by_size(size, hash_request, body) if key else ""
+        parsed_request = await call_by_size(
+            size, fields.parse_request, body, service.startup_run, service.models
         )
+        check_needed_fields(parsed_request.settings, parsed_request.files, service.startup_run)
         if parsed_request.num_outputs > max_outputs:
             message = "This route answers with one video; ask for several with POST /v1/videos."
             raise RefusedError(message, param="n")
-        return await self._service.create(parsed_request, digest, key)
+        return await service.create(parsed_request, digest, key)
 
     async def _wait_for_job(
         self, request: Request, job: ServiceJob, is_existing: bool

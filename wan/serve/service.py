@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 from wan.app import resolve
 from wan.app.run import Run
-from wan.serve import fields, records
+from wan.serve import clock, fields, records
 from wan.serve.batches import (
     choose_batch_size,
     choose_first_job,
@@ -32,6 +34,7 @@ from wan.serve.journal_file import JournalError
 from wan.serve.loras import LoraCatalog
 from wan.serve.needed_fields import FIELD_NAMES, FOLDER
 from wan.serve.repeats import RefusedError, find_earlier_job, hash_request
+from wan.serve.slices import Slices
 from wan.serve.waiters import Waiters
 from wan.serve.webhook_hosts import NO_HOSTS, WebhookHosts
 from wan.settings.errors import InputError, is_disk_full, name_settings
@@ -73,6 +76,7 @@ class Service:
         loras: The LoRAs that requests may name.
         estimates: Durations of jobs, and waiting times.
         models: Names of the model in the HTTP interface; the first is that of responses.
+        slices: Runs long computations in the event loop.
         stopping: Whether the service is stopping and refuses requests.
         background_tasks: Further coroutine functions that run until the service ends.
         root_path: Precedes the paths of `url` fields and of the page.
@@ -102,6 +106,7 @@ class Service:
             on_event: Called with each event, its job and its record, for metrics.
         """
         self.startup_run, self.stopping, self.root_path = run, False, ""
+        self.slices = Slices()
         self.background_tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self.models = tuple(dict.fromkeys((*model_names, run.setup.preset.task)))
         self.limits, self._replica_name = limits, replica_name
@@ -109,16 +114,9 @@ class Service:
         self.files, self.loras = JobFiles(jobs), LoraCatalog(run)
         self.journal = Journal(folder / "journal.sqlite")
         records.restore_finished_jobs(jobs, self.journal)
-        timeout = 60 * run.setup.parallel.dist_timeout
-        self.rank_group = RankGroup(
-            user_settings,
-            ranks,
-            folder,
-            self._handle_message,
-            nodes,
-            limits.cached_prompts,
-            timeout,
-        )
+        seconds = 60 * run.setup.parallel.dist_timeout
+        prompts, handle = limits.cached_prompts, self._handle_message
+        self.rank_group = RankGroup(user_settings, ranks, folder, handle, nodes, prompts, seconds)
         self._running: dict[str, ServiceJob] = {}
         self._batch: dict[str, int] = {}  # video of the ranks' batch -> its steps done
         self._errors: dict[str, dict[str, str]] = {}  # running job -> error of one of its videos
@@ -235,7 +233,7 @@ class Service:
 
     def list_stored_jobs(self) -> list[ServiceJob]:
         """Returns the jobs missing in the journal whose videos are in a store."""
-        return records.list_stored_jobs(self.files.jobs, self.journal)
+        return records.list_stored_jobs(self.files.jobs, self.journal.list_known())
 
     async def wait_for_change(self) -> None:
         """Waits for the next change of any job."""
@@ -316,7 +314,7 @@ class Service:
 
     def _send_outputs(self, outputs: Sequence[tuple[ServiceJob, int]]) -> None:
         """Sends videos of jobs to the ranks, and starts the jobs that have not been started."""
-        self._last_shape, now, commands = outputs[0][0].shape, time.time(), []
+        self._last_shape, now, commands = outputs[0][0].shape, clock.now(), []
         for job, index in outputs:
             job.stage = ""
             if job.state == "queued":
@@ -467,7 +465,7 @@ class Service:
                 earlier = find_earlier_job(self.journal, digest, key)
                 if earlier is None:
                     self._check_queue(job.num_outputs)
-                    job.created = time.time()
+                    job.created, job.queued_at = time.time(), clock.now()
                     await self.journal.add(job)
         except BaseException as error:
             refusal = self._make_refusal(error, job) if isinstance(error, InputError) else None
@@ -545,27 +543,31 @@ class Service:
 
     async def _delete_old_jobs(self) -> None:
         """Deletes expired jobs, and the oldest jobs above the quota, every ten seconds."""
+        journal = self.journal
         while True:
             days, quota = self.limits.keep_days, self.limits.quota
-            if days is not None:
-                for job in self.journal.list_ended_before(time.time() - 86400 * days):
+            seconds = 86400 * (math.inf if days is None else days)
+            async with self.slices.begin() as pause:
+                for name in journal.list_ended(seconds):
+                    job = journal.get(name) if journal.is_older(name, seconds) else None
+                    if job is not None:
+                        self.delete(job)
+                    await pause()
+                while quota is not None and journal.count_bytes() > quota:
+                    if (job := journal.get(journal.get_oldest_end() or "")) is None:
+                        break
                     self.delete(job)
-            while quota is not None and self.journal.count_bytes() > quota:
-                oldest = self.journal.list_ended_before(time.time(), 1)
-                if not oldest:
-                    break
-                self.delete(oldest[0])
-            self.journal.forget_deleted(self.files.has_folder)
-            if await self.journal.save():
-                await asyncio.to_thread(self.journal.vacuum)
-            await asyncio.to_thread(self.journal.reserve_space)  # reserves space again
+                    await pause()
+            journal.forget_deleted(self.files.has_folder)
+            if await journal.save():
+                await asyncio.to_thread(journal.vacuum)
+            await asyncio.to_thread(journal.reserve_space)  # reserves space again
             await asyncio.sleep(10)
 
 
 def _can_group_by_expert(run: Run) -> bool:
     """Returns whether batches of videos can be grouped by expert in this run."""
-    try:
+    with suppress(InputError):
         run.setup.check_grouping()
-    except InputError:
-        return False
-    return True
+        return True
+    return False

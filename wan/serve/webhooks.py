@@ -8,7 +8,6 @@ import hashlib
 import hmac
 import json
 import re
-import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -19,8 +18,9 @@ from urllib.parse import SplitResult, urlsplit
 import wan
 from wan.serve.connections import RareMessages
 from wan.serve.journal import ServiceJob
+from wan.serve.resolver import Resolver
 from wan.serve.responses import make_video_object
-from wan.serve.retries import RetryQueue, call_in_thread
+from wan.serve.retries import RetryQueue
 from wan.serve.service import Service
 from wan.serve.webhook_addresses import ReceiverAddresses
 from wan.serve.webhook_hosts import WebhookHosts
@@ -65,10 +65,10 @@ class Webhooks:
         """
         self._service, self._secret, self._hosts = service, secret, hosts
         self._on_attempt = on_attempt
-        self._tls = ssl.create_default_context()
+        self._tls, self._resolver = ssl.create_default_context(), Resolver()
         self._addresses = ReceiverAddresses()
         self._queue = RetryQueue(
-            lambda: service.journal.list_tasks("webhook"),
+            service.journal.tasks["webhook"],
             self._deliver,
             get_group=self._get_host,
             max_running=_MAX_SENDING,
@@ -95,7 +95,7 @@ class Webhooks:
         why = await self._send(job, job.webhook_url)
         if why is None:
             self._on_attempt("delivered")
-        elif why == "status 410" or time.time() - (job.ended or 0.0) > GIVE_UP_SECONDS:
+        elif why == "status 410" or journal.is_older(job_id, GIVE_UP_SECONDS):
             logger.error("The event of %s was not delivered to %s (%s).", job_id, host, why)
             self._on_attempt("given_up")
         else:
@@ -124,8 +124,7 @@ class Webhooks:
         All addresses of the host are checked; then they are tried until one answers.
         """
         host, port = url.hostname or "", url.port or _PORTS[url.scheme]
-        entries = await call_in_thread(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        addresses = [*dict.fromkeys(str(entry[4][0]) for entry in entries)]
+        addresses = await self._resolver.resolve(host)
         if not addresses or not all(map(self._hosts.allows_address, addresses)):
             raise PermissionError("its address is not public, and not in --webhook_hosts")
         with self._addresses.reserve(addresses, port):
