@@ -1,4 +1,4 @@
-"""Compare LoRA files of all kinds that PEFT and LyCORIS write with the libraries' own merge.
+"""Compares LoRA files of all kinds that PEFT and LyCORIS write with the libraries' own merge.
 
     python benchmarks/adapter_kinds.py --json docs/results/adapter_kinds.json
 
@@ -232,7 +232,7 @@ def read_forward_state(network: nn.Module) -> dict[str, Tensor]:
 
 
 def list_rows() -> list[Row]:
-    """Return the rows of both libraries."""
+    """Returns the rows of both libraries."""
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings(action="ignore"):
         bench = Bench(Path(name))
         return [*iter_peft_rows(bench), *iter_lycoris_rows(bench)]

@@ -1,4 +1,4 @@
-"""Compare seconds and memory from process start to mp4 with diffusers and the official code.
+"""Compares seconds and memory from process start to mp4 with diffusers and the official code.
 
     python -m benchmarks.against --rounds 5 --json results/against.json
     python -m benchmarks.against --task ti2v-5B --rounds 5 --cache warm

@@ -30,6 +30,7 @@ from wan.kernels.sdpa import SdpaKernel
 from wan.modules.reference_kv import ReferenceKV, ReferenceLayout, ReferencePass
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer
+from wan.utils.torch_private import use_private_compiler_cache
 
 BLOCK = 128  # rows of a block of FlexAttention's masks
 TARGET = 0.8  # of the time of FlexAttention
@@ -37,7 +38,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 def make_layout(frames: int, height: int, width: int) -> ReferenceLayout:
-    """Make the layout of a clip of `frames` reference frames on one rank."""
+    """Makes the layout of a clip of `frames` reference frames on one rank."""
     generated = frames + 1, height, width
     return ReferenceLayout(
         (frames, height, width), generated, math.prod(generated), frames + 1, width
@@ -45,7 +46,7 @@ def make_layout(frames: int, height: int, width: int) -> ReferenceLayout:
 
 
 def sees(layout: ReferenceLayout, q_row: Tensor, k_row: Tensor, reference_start: int) -> Tensor:
-    """Return which keys a query sees: those generated, and the reference's of its frame."""
+    """Returns which keys a query sees: those generated, and the reference's of its frame."""
     size, rows = layout.frame_size, math.prod(layout.generated)
     reference_row = k_row - reference_start
     is_reference = (reference_row >= 0) & (reference_row < math.prod(layout.grid))
@@ -116,7 +117,7 @@ def make_dense(layout: ReferenceLayout, qkv: QKV, reference: tuple[Tensor, Tenso
 
 
 def count_kept_bytes(frames: int, size: tuple[int, int], ranks: tuple[int, int]) -> list[int]:
-    """Count the bytes of a clip's keys and values on each rank of a ring; 16 bits, all layers.
+    """Counts the bytes of a clip's keys and values on each rank of a ring; 16 bits, all layers.
 
     ranks: Of Ulysses and of the ring.
     """
@@ -159,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tensors = [torch.randn(1, n, options.heads, 128, device=device, dtype=dtype) for n in lengths]
     (q, k, v), reference = tensors[:3], (tensors[3], tensors[4])
+    use_private_compiler_cache()
     runs = {
         "merged": make_merged(layout, (q, k, v), reference),
         "flex": make_flex(layout, (q, k, v), reference, torch.compile(flex_attention)),

@@ -42,7 +42,7 @@ RINGS = (2, 3, 4)
 def make_check(
     name: str, figure: Figures | float | bool, target: float | None = None, sign: str = "<="
 ) -> Record:
-    """Make a line of the report: a figure or a median with extremes, compared with its target."""
+    """Makes a line of the report: a figure or a median with extremes, compared with its target."""
     if isinstance(figure, bool):
         return {"name": name, "met": figure}
     figures = dict(figure) if isinstance(figure, Mapping) else {"median": figure}
@@ -53,7 +53,7 @@ def make_check(
 
 
 def measure_part(part: str, ranks: int, work: Callable[..., Any], size: Size, *args: Any) -> Record:
-    """Run one part on gloo ranks; seconds and memory are those of the worst rank."""
+    """Runs one part on gloo ranks; seconds and memory are those of the worst rank."""
     print(
         f"\n{part}: {ranks} ranks, {size.tokens} tokens, {size.heads}x{size.head_dim}", flush=True
     )
@@ -172,7 +172,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
 
 
 def print_record(record: Record) -> None:
-    """Print the seconds and checks of a part."""
+    """Prints the seconds and checks of a part."""
     for name, values in record["seconds"].items():
         summary = common.compute_spread(values)
         low, high = summary["min"], summary["max"]
@@ -186,7 +186,7 @@ def print_record(record: Record) -> None:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options; add `size` (layer parts) and `block` (block, ring and compile parts)."""
+    """Parses the options; adds `size` (layer parts) and `block` (block, ring and compile parts)."""
     parser = Parser(description="Measure time and memory of the attention layer on several ranks.")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), metavar="PART")
     parser.add_argument(

@@ -33,6 +33,7 @@ from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import make_rope_table
 from wan.settings.attention_modes import MODES, OVERLAP, Mode, list_head_ranges
 from wan.settings.parallel import EXCHANGES
+from wan.utils.torch_private import use_private_compiler_cache
 
 TEXT = 512
 Forward = Callable[[Callable[..., Any]], Tensor]
@@ -49,7 +50,7 @@ class Size:
 
 
 def measure_added_memory(run: common.Run, q: Tensor) -> float:
-    """Return the peak memory that a run adds to the memory before it, in units of q's bytes.
+    """Returns the peak memory that a run adds to the memory before it, in units of q's bytes.
 
     Sums the CPU allocator's events: every tensor of the layer, of the kernel's scratch and of
     gloo's receive buffers counts with its exact bytes. `measure_exchange_memory` verifies the
@@ -62,7 +63,7 @@ def measure_added_memory(run: common.Run, q: Tensor) -> float:
 
 
 def measure_exchange_memory(q: Tensor) -> float:
-    """Return `measure_added_memory` of one exchange into a new tensor: 1 by construction."""
+    """Returns `measure_added_memory` of one exchange into a new tensor: 1 by construction."""
     return measure_added_memory(lambda: dist.all_to_all_single(torch.empty_like(q), q), q)
 
 
@@ -89,7 +90,7 @@ def make_single_rank_group() -> Group:
 
 
 def run_modes(size: Size) -> dict[str, Any]:
-    """Measure the three modes: seconds, and memory beyond the inputs."""
+    """Measures the three modes: seconds, and memory beyond the inputs."""
     qkv = make_qkv_BsND(size)
     runs = {f"mode {mode}": partial(make_attention_layer(mode), *qkv) for mode in MODES}
     held = runs | {"overlap": partial(make_attention_layer(0, overlap=True), *qkv)}
@@ -104,7 +105,7 @@ def run_modes(size: Size) -> dict[str, Any]:
 
 @contextmanager
 def delay_exchanges(delay: float, pause: float = 0.0) -> Iterator[None]:
-    """Delay each all-to-all by `delay` seconds; delayed exchanges follow each other.
+    """Delays each all-to-all by `delay` seconds; delayed exchanges follow each other.
 
     A wait sleeps, so that it takes no CPU time from the attention, as on a real link.
 
@@ -139,7 +140,7 @@ def delay_exchanges(delay: float, pause: float = 0.0) -> Iterator[None]:
 
 
 def run_overlap(size: Size, share: float) -> dict[str, Any]:
-    """Time overlap and InsertComm on a link whose exchanges take `share` of InsertComm's time."""
+    """Times overlap and InsertComm on a link whose exchanges take `share` of InsertComm's time."""
     qkv = make_qkv_BsND(size)
     in_order, pipelined = (partial(make_attention_layer(1, on), *qkv) for on in (False, True))
     in_order()
@@ -175,7 +176,7 @@ class WithoutLse(SdpaKernel):
 
 
 def run_ring(size: Size) -> dict[str, Any]:
-    """Measure all ranks as one ring in mode 0: one way, bidirectional, and with gathered K/V."""
+    """Measures all ranks as one ring in mode 0: one way, bidirectional, and with gathered K/V."""
     qkv, alone = make_qkv_BsND(size), make_single_rank_group()
     layers = {
         kind: make_attention_layer(0, group=alone, ring=Ring(None, kind)) for kind in RING_TYPES
@@ -189,7 +190,7 @@ def run_ring(size: Size) -> dict[str, Any]:
 def make_block(
     size: Size, layer: FAPowerCapAttention, ranks: int
 ) -> tuple[WanAttentionBlock, Forward]:
-    """Make a block and a function that calls it on this rank's shard of the tokens.
+    """Makes a block and a function that calls it on this rank's shard of the tokens.
 
     The feed-forward has the 14B network's ratio to the channels. The function takes the eager or
     the compiled block. The text's keys and values are passed in, as in every step after the first.
@@ -210,7 +211,7 @@ def make_block(
 
 
 def run_scaling(size: Size) -> dict[str, Any]:
-    """Time one block on rank 0 while the other ranks wait, and on all ranks."""
+    """Times one block on rank 0 while the other ranks wait, and on all ranks."""
     ranks, single = dist.get_world_size(), make_single_rank_group()
     runs: dict[str, common.Run] = {}
     for mode in (0, 1):
@@ -222,7 +223,7 @@ def run_scaling(size: Size) -> dict[str, Any]:
 
 
 def run_exchanges(size: Size) -> dict[str, Any]:
-    """Time self-attention with its projections, with one fused exchange and with three."""
+    """Times self-attention with its projections, with one fused exchange and with three."""
     runs: dict[str, common.Run] = {}
     for mode in MODES:
         for exchange in EXCHANGES:
@@ -238,7 +239,7 @@ def run_exchanges(size: Size) -> dict[str, Any]:
 
 
 def read_call_order(code: str) -> str:
-    """Return the order of exchanges (E) and attention calls (A) in compiled code."""
+    """Returns the order of exchanges (E) and attention calls (A) in compiled code."""
     calls = code[code.index("def call(") :]
     names = re.findall(r"= torch\.ops\.\w+\.(all_to_all_single|_scaled_dot_product)", calls)
     return "".join("E" if name == "all_to_all_single" else "A" for name in names)
@@ -258,7 +259,8 @@ BANDWIDTH = patch("torch.utils._runtime_estimation.get_gpu_dram_gbps", lambda: 1
 def compile_block(
     module: WanAttentionBlock, run: Forward, **options: Any
 ) -> tuple[common.Run, Tensor, str]:
-    """Compile a block; return its call, its result, and the call order in its code."""
+    """Compiles a block; returns its call, its result, and the call order in its code."""
+    use_private_compiler_cache()
     fast = torch.compile(module, fullgraph=True)
     with inductor.patch({"fx_graph_cache": False, **options}), BANDWIDTH:
         result, (code,) = run_and_get_code(run, fast)
@@ -266,7 +268,7 @@ def compile_block(
 
 
 def run_compiled_block(size: Size) -> dict[str, Any]:
-    """Run a block of each mode, eager and compiled: seconds, distance, call order in the code."""
+    """Runs a block of each mode, eager and compiled: seconds, distance, call order in the code."""
     ranks = dist.get_world_size()
     blocks = {f"mode {mode}": make_block(size, make_attention_layer(mode), ranks) for mode in MODES}
     orders: dict[str, str] = {}

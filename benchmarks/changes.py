@@ -1,4 +1,4 @@
-"""Compare videos made with caches, few steps, sparsity, FP8 or smaller weights with plain ones.
+"""Compares videos made with caches, few steps, sparsity, FP8 or smaller weights with plain ones.
 
     python -m benchmarks.changes --json results/changes.json [--only "GGUF Q4_K"]
 
@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.common import CPU, results_file, write_json
 from tests.dist import GENERATE, REPO, TORCHRUN
-from tests.gguf_files import make_gguf_folders
 from tools import compare_videos
+from tools.gguf_files import make_gguf_folders
 from tools.quantize_dit import quantize_checkpoint
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program

@@ -1,4 +1,4 @@
-"""Measure forwards of a clip with and without caching the features that depend on the clip alone.
+"""Measures forwards of a clip with and without caching the features that depend on the clip alone.
 
     python -m benchmarks.clip --task animate-14B --json results/animate.json
 
@@ -57,7 +57,7 @@ class OperatorCounter(TorchDispatchMode):
 
 
 def make_forward_arguments(task: str, frames: int, rows: int, columns: int) -> dict[str, Any]:
-    """Make the arguments of a forward of a second or later clip, with poses."""
+    """Makes the arguments of a forward of a second or later clip, with poses."""
 
     def make_latents(count: int, channels: int = 16) -> list[Tensor]:
         return [torch.randn(channels, count, rows, columns)]
@@ -86,7 +86,7 @@ def make_forward_arguments(task: str, frames: int, rows: int, columns: int) -> d
 
 
 def count_operators(task: str, frames: int, rows: int, columns: int) -> dict[str, dict[str, float]]:
-    """Count operators and TFLOP of the published network's "anew", "first" and "next" forward."""
+    """Counts operators and TFLOP of the published network's "anew", "first" and "next" forward."""
     counts = {}
     for text_kv_cache in (False, True):
         with torch.device("meta"):

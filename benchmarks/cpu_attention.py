@@ -1,4 +1,4 @@
-"""Time this CPU's attention kernel beside PyTorch's, in bfloat16.
+"""Times this CPU's attention kernel beside PyTorch's, in bfloat16.
 
     python -m benchmarks.cpu_attention --json results/cpu_attention.json
 
@@ -44,7 +44,7 @@ MAX_SCORES = 1 << 25  # of cases that are also computed in float32
 def measure_case(
     kernels: dict[str, Kernel], rows: int, keys: int, heads: int, rounds: int
 ) -> dict[str, Any]:
-    """Measure the seconds of both kernels in every round, and their errors."""
+    """Measures the seconds of both kernels in every round, and their errors."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, n, heads, HEAD_DIM, generator=generator).bfloat16()
@@ -63,12 +63,12 @@ def measure_case(
 
 
 def compute_error(x: Tensor, exact: Tensor) -> float:
-    """Return the norm of the difference, relative to the exact result."""
+    """Returns the norm of the difference, relative to the exact result."""
     return ((x.float() - exact).norm() / exact.norm()).item()
 
 
 def print_record(name: str, record: dict[str, Any]) -> None:
-    """Print a case."""
+    """Prints a case."""
     flops = 4 * record["queries"] * record["keys"] * record["heads"] * HEAD_DIM
     print(name)
     for kernel, values in record["seconds"].items():

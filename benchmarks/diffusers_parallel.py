@@ -1,4 +1,4 @@
-"""Compare our attention layer in a diffusers network with diffusers' context parallelism.
+"""Compares our attention layer in a diffusers network with diffusers' context parallelism.
 
     python benchmarks/diffusers_parallel.py --ranks 2 --json results/diffusers_parallel.json
 
@@ -65,7 +65,7 @@ def make_inputs(grid: Grid, per_token: bool = False) -> tuple[torch.Tensor, ...]
 
 
 def measure_networks(ranks: int, grid: Grid, rounds: int) -> dict[str, Any]:
-    """Measure the networks on one rank."""
+    """Measures the networks on one rank."""
     logging.set_verbosity_error()
     nets = {
         "theirs": enable_diffusers_parallelism(make_network(), ulysses_degree=ranks),
@@ -85,7 +85,7 @@ def measure_networks(ranks: int, grid: Grid, rounds: int) -> dict[str, Any]:
 
 
 def run_disagreeing_ranks(kind: str, _: str) -> dict[str, Any]:
-    """Run diffusers' First Block Cache on one of two ranks while only one rank's tokens change."""
+    """Runs diffusers' First Block Cache on one of two ranks while only one rank's tokens change."""
     logging.set_verbosity_error()
     net = make_network()
     if kind == LAST:
@@ -103,7 +103,7 @@ def run_disagreeing_ranks(kind: str, _: str) -> dict[str, Any]:
 
 
 def run_case(kind: str, who: str) -> dict[str, Any]:
-    """Run a case on one rank; return the largest difference from the network on one device."""
+    """Runs a case on one rank; returns the largest difference from the network on one device."""
     logging.set_verbosity_error()
     build, grid, degrees, settings = CASES[kind]
     net, plain = build(), build()

@@ -1,4 +1,4 @@
-"""Time one forward of the DiT: ours, ours compiled, diffusers', and its matrix products alone.
+"""Times one forward of the DiT: ours, ours compiled, diffusers', and its matrix products alone.
 
     python benchmarks/dit_forward.py --case 12x128
     python benchmarks/dit_forward.py --case 12x128 --load 1 --json results/dit.json
@@ -44,6 +44,7 @@ from wan.modules.model import WanModel
 from wan.settings.numerics import keeps_fp32
 from wan.settings.values import integer
 from wan.utils import system
+from wan.utils.torch_private import use_private_compiler_cache
 
 CHANNELS, TEXT_DIM, TEXT_LEN, PATCH, HEAD_DIM = 16, 4096, 512, (1, 2, 2), 128
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -103,7 +104,7 @@ class Bench:
         )
 
     def make_our_model(self, weights: dict[str, Tensor], **model_options: bool) -> WanModel:
-        """Make our model with these weights; tensors that need no cast are shared."""
+        """Makes our model with these weights; tensors that need no cast are shared."""
         with torch.device("meta"):
             model = self.make_model(**model_options)
         cast = {k: v if keeps_fp32(k) else v.to(self.dtype) for k, v in weights.items()}
@@ -111,7 +112,7 @@ class Bench:
         return model
 
     def make_diffusers_model(self, weights: dict[str, Tensor]) -> Any:
-        """Make diffusers' model with these weights, cast as by `from_pretrained`."""
+        """Makes diffusers' model with these weights, cast as by `from_pretrained`."""
         model: Any = WanTransformer3DModel(
             num_attention_heads=self.case.heads,
             attention_head_dim=HEAD_DIM,
@@ -131,7 +132,7 @@ class Bench:
         return model.eval()
 
     def make_forwards(self) -> dict[str, common.Run]:
-        """Return each model's forward of the same input to a [C,F,H,W] output."""
+        """Returns each model's forward of the same input to a [C,F,H,W] output."""
         with self.device:
             weights = self.make_model().state_dict()
         size = [n * p for n, p in zip(self.case.grid, PATCH, strict=True)]
@@ -142,6 +143,7 @@ class Bench:
         shared = plain.state_dict()
         ours, compiled = self.make_our_model(shared, fused=True), self.make_our_model(shared)
         cached = self.make_our_model(shared, fused=True, text_kv_cache=True)
+        use_private_compiler_cache()
         for block in compiled.blocks:
             block.compile(fullgraph=True)
 
@@ -159,7 +161,7 @@ class Bench:
 
 @torch.no_grad()
 def measure_forwards(bench: Bench, rounds: int, rows: Sequence[str] = ROWS) -> dict[str, Any]:
-    """Measure seconds, peak bytes, operations and the outputs' distances of every row."""
+    """Measures seconds, peak bytes, operations and the outputs' distances of every row."""
     torch.manual_seed(0)
     forwards = bench.make_forwards()
     graphs, first = {}, {}
@@ -200,7 +202,7 @@ def measure_forwards(bench: Bench, rounds: int, rows: Sequence[str] = ROWS) -> d
 
 
 def summarize_record(record: dict[str, Any]) -> dict[str, Any]:
-    """Compute ratios of times within rounds, ratios of memory, and the rate of our forward."""
+    """Computes ratios of times within rounds, ratios of memory, and the rate of our forward."""
     times, peaks, flops = record["seconds"], record["peak_bytes"], record["flops"]
     rate = flops["forward"] / common.compute_spread(times["ours"])["median"]
     rest_seconds = {}
@@ -225,7 +227,7 @@ def summarize_record(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """Print a record."""
+    """Prints a record."""
     case, summary, peaks = record["case"], record["summary"], record["peak_bytes"]
     print(
         f"\n{case['heads']}x{HEAD_DIM}, ffn {case['ffn']}, layers {case['layers']}, "
@@ -257,7 +259,7 @@ def print_record(record: dict[str, Any]) -> None:
 
 
 def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
-    """Parse the options; return them and the case with its changed sizes."""
+    """Parses the options; returns them and the case with its changed sizes."""
     parser = Parser(description="Time one DiT forward against diffusers.")
     parser.add_argument("--case", choices=CASES, default="12x128")
     parser.add_argument("--gpu-case", action="store_true", help="40x128, 75 600 tokens, bf16, cuda")

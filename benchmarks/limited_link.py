@@ -1,4 +1,4 @@
-"""Time the attention layer over a rate-limited link and compare it with predictions.
+"""Times the attention layer over a rate-limited link and compares it with predictions.
 
     sudo python benchmarks/limited_link.py --ranks 2 --json results/limited_link.json
 
@@ -69,13 +69,13 @@ _ROUTER = "10.201.77.1"
 
 
 def run_command(*command: str) -> str:
-    """Run a command and return its output; CalledProcessError if it fails."""
+    """Runs a command and returns its output; CalledProcessError if it fails."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 @contextmanager
 def create_namespaces(ranks: int) -> Iterator[tuple[list[str], str]]:
-    """Create a network namespace for each rank and one for the switch; yield their names."""
+    """Creates a network namespace for each rank and one for the switch; yields their names."""
     names = [f"wan{os.getpid()}-{rank}" for rank in range(ranks)]
     switch = f"wan{os.getpid()}-s"
     with ExitStack() as stack:
@@ -96,7 +96,7 @@ def create_namespaces(ranks: int) -> Iterator[tuple[list[str], str]]:
 
 
 def share_one_link(names: Sequence[str], switch: str) -> None:
-    """Route all frames between the ranks through one device of the switch's namespace, `LINK`.
+    """Routes all frames between the ranks through one device of the switch's namespace, `LINK`.
 
     Both directions then share one rate. With a rate for each direction, the times of equal
     exchanges would differ by up to 2x, because gloo does not always send and receive at once.
@@ -122,13 +122,13 @@ def share_one_link(names: Sequence[str], switch: str) -> None:
 
 
 def limit_rate(namespace: str, device: str, rate: float) -> None:
-    """Limit a device to `rate` bytes of payload per second."""
+    """Limits a device to `rate` bytes of payload per second."""
     bucket = ("rate", f"{rate * 8 / _PAYLOAD:.0f}bit", "burst", "256kb", "latency", "20ms")
     run_command("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
 
 
 def run_in_namespaces(names: Sequence[str], job: dict[str, Any]) -> Any:
-    """Run a job with one torchrun in each namespace; return rank 0's result."""
+    """Runs a job with one torchrun in each namespace; returns rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"]
@@ -154,7 +154,7 @@ def run_in_namespaces(names: Sequence[str], job: dict[str, Any]) -> Any:
 
 
 def make_layer(name: str, group: Any) -> FAPowerCapAttention:
-    """Make an attention layer. name: "MODE, EXCHANGE", with a key of LAYER_MODES or "ring"."""
+    """Makes an attention layer. name: "MODE, EXCHANGE", with a key of LAYER_MODES or "ring"."""
     mode, _, exchange = name.rpartition(", ")
     if mode == "ring":
         return FAPowerCapAttention(comm_type=0, ulysses_pg=SINGLE_RANK, ring=Ring(None))
@@ -174,7 +174,7 @@ class NoAttention(SdpaKernel):
 
 
 def run_rank(job: dict[str, Any]) -> None:
-    """Time attention alone, exchanges alone and all variants of the layer on one rank."""
+    """Times attention alone, exchanges alone and all variants of the layer on one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -202,7 +202,7 @@ def run_rank(job: dict[str, Any]) -> None:
 
 
 def trace_layer(name: str, out: Path, tokens: int, heads: int, qkv: Any) -> None:
-    """Write the trace of one call of a layer, for `wan.power report`."""
+    """Writes the trace of one call of a layer, for `wan.power report`."""
     layer, events = make_layer(name, None), list[trace.Event]()
     mode, _, exchange = name.rpartition(", ")
     comm_type, overlap, chunks = LAYER_MODES[mode]
@@ -243,7 +243,7 @@ def trace_layer(name: str, out: Path, tokens: int, heads: int, qkv: Any) -> None
 def predict_seconds(
     name: str, ranks: int, heads: int, attention: float, exchange: float, by_rate: float
 ) -> float:
-    """Predict the layer's seconds from one compute lane and one link lane, in the mode's order.
+    """Predicts the layer's seconds from one compute lane and one link lane, in the mode's order.
 
     Args:
         attention: Seconds of all heads of a rank.
@@ -275,7 +275,7 @@ def predict_seconds(
 def measure_rates(
     names: Sequence[str], switch: str, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Measure all rates; return the rows of results."""
+    """Measures all rates; returns the rows of results."""
     size = {name: getattr(options, name) for name in ("tokens", "heads", "head_dim")}
     ranks, rows = len(names), []
     sent = 4 * 4 * options.tokens * options.heads * options.head_dim * (ranks - 1) / ranks

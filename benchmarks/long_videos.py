@@ -1,4 +1,4 @@
-"""Measure the gain of decoding a clip while the next is denoised, and the memory of many clips.
+"""Measures the gain of decoding a clip while the next is denoised, and the memory of many clips.
 
     python -m benchmarks.long_videos --rounds 5 --plot docs/overlap.png --json results/long.json
     python -m benchmarks.long_videos --memory 5 20 50

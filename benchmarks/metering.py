@@ -1,4 +1,4 @@
-"""Measure the cost of metering: CPU time of the meter's thread, and steps with and without it.
+"""Measures the cost of metering: CPU time of the meter's thread, and steps with and without it.
 
     python benchmarks/metering.py --out metering.json
 
@@ -50,7 +50,7 @@ class Files(PowerSource):
 
 
 def list_sources() -> dict[str, tuple[Device, Callable[[], PowerSource]]]:
-    """Return this machine's power sources: name -> device to load, and a factory."""
+    """Returns this machine's power sources: name -> device to load, and a factory."""
     cpu = devices.select_device("cpu")
     sources: dict[str, tuple[Device, Callable[[], PowerSource]]] = {"files": (cpu, Files)}
     for kind in ("cpu", "auto"):

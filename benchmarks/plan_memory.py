@@ -1,4 +1,4 @@
-"""Compare the plan's memory of each stage with the live tensors of real runs on CPUs.
+"""Compares the plan's memory of each stage with the live tensors of real runs on CPUs.
 
     python benchmarks/plan_memory.py --json plan_memory.json
 
@@ -93,7 +93,7 @@ class Case:
     image: bool = False
 
     def make_arguments(self, folder: Path) -> list[str]:
-        """Write the checkpoint and inputs into `folder`; return the command line."""
+        """Writes the checkpoint and inputs into `folder`; returns the command line."""
         checkpoint = folder / f"{self.task}-{len(self.text)}"
         if not checkpoint.is_dir():
             dim = PRESETS[self.task].num_heads * HEAD_DIMS[self.task]
@@ -137,7 +137,7 @@ def list_cases() -> Iterator[Case]:
 
 
 def list_cache_cases() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """List cases of step caches whose every step computes all blocks."""
+    """Lists cases of step caches whose every step computes all blocks."""
     policies = {
         "first_block": ("first_block", "--step_cache_threshold", "0"),
         "first_block, order 1": (
@@ -164,7 +164,7 @@ def list_cache_cases() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def list_loop_cases() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """List cases of modes, rings, dtypes, padding, guidance branches and sharded weights."""
+    """Lists cases of modes, rings, dtypes, padding, guidance branches and sharded weights."""
     yield "one rank", NO_GUIDANCE
     yield "one rank bf16", (*NO_GUIDANCE, "--precision", "bf16")
     yield "one rank, two branches, no text cache", ("--text_kv_cache", "false")
@@ -193,7 +193,7 @@ def list_loop_cases() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def list_backend_cases() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """List cases of FP8 attention, FP8 exchanges, block-sparse attention, and combinations."""
+    """Lists cases of FP8 attention, FP8 exchanges, block-sparse attention, and combinations."""
     both = (*RAIN, "--rainfusion_type", "v3", *FP8)
     for name, method in (("FP8", FP8), ("RainFusion", RAIN), ("RainFusion FP8", both)):
         yield f"{name} one rank", (*method, *NO_GUIDANCE)
@@ -212,7 +212,7 @@ def list_backend_cases() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def list_run_cases() -> Iterator[Case]:
-    """List runs of all stages: tasks, offload policies, text encoder and VAE."""
+    """Lists runs of all stages: tasks, offload policies, text encoder and VAE."""
     size = ("--size", "512*512", "--frame_num", "17", "--sample_steps")
     two = (*size, "2", *make_rank_flags(1, 2))
     four = (*size, "4", *make_rank_flags(1, 2), "--offload_model")
@@ -285,7 +285,7 @@ class StagePeaks(StageTimer):
 
 
 def run_case(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int, int]]:
-    """Run a case on one rank; return the peaks of its stages."""
+    """Runs a case on one rank; returns the peaks of its stages."""
     torch.set_num_threads(1)
     setup, parallel, team = run.setup, run.setup.parallel, None
     if parallel.world_size > 1:
@@ -323,7 +323,7 @@ def send_result(answers: Any, *args: Any) -> None:
 
 
 def measure_case(case: Case, planned: Run) -> dict[str, list[int]]:
-    """Run a case on all its ranks; return each stage's maximum over the ranks."""
+    """Runs a case on all its ranks; returns each stage's maximum over the ranks."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.plan_memory", "diffusers", "transformers"])
     answers = context.SimpleQueue()

@@ -1,4 +1,4 @@
-"""Predict the time of each attention mode with a power model, without running anything.
+"""Predicts the time of each attention mode with a power model, without running anything.
 
     python benchmarks/power_model.py --task t2v-A14B --frame_num 81 --ulysses_size 8
 

@@ -1,4 +1,4 @@
-"""Measure time, power and clock of one rank's share of a layer in the order of each mode.
+"""Measures time, power and clock of one rank's share of a layer in the order of each mode.
 
     python -m benchmarks.powercap_gpu --json docs/results/powercap_gpu.json
     python -m benchmarks.powercap_gpu --device cpu --tokens 2048 --hidden 256 --seconds 2  (trial)
@@ -62,7 +62,7 @@ class Share:
     link: float
 
     def exchange(self, x_BSND: Tensor) -> Tensor:
-        """Simulate an exchange: pack, idle for the time of the transfer, unpack."""
+        """Simulates an exchange: pack, idle for the time of the transfer, unpack."""
         packed = x_BSND.transpose(1, 2).contiguous()
         self.device.idle(x_BSND.nbytes * (RANKS - 1) / RANKS / self.link)
         return packed.transpose(1, 2).contiguous()
@@ -72,7 +72,7 @@ Layer = Callable[[Share], None]
 
 
 def make_mode_layer(number: int) -> Layer:
-    """Make a layer with the exchanges and attention calls in a mode's order."""
+    """Makes a layer with the exchanges and attention calls in a mode's order."""
     row = MODES[number]
 
     def layer(share: Share) -> None:
@@ -86,7 +86,7 @@ def make_mode_layer(number: int) -> Layer:
 
 
 def run_rests_control(share: Share) -> None:
-    """Run the baseline's exchanges, and head chunks with InsertComm's idle times between them."""
+    """Runs the baseline's exchanges, and head chunks with InsertComm's idle times between them."""
     q, k, v = (share.exchange(x) for x in share.qkv)
     heads = q.shape[2]
     parts: list[Tensor] = []
@@ -129,7 +129,7 @@ def make_share(options: argparse.Namespace) -> Share:
 def measure_block(
     share: Share, layer: Layer, seconds: float
 ) -> tuple[list[float], PowerMeasurement]:
-    """Run layers for a number of seconds; return the time of each and the metered power."""
+    """Runs layers for a number of seconds; returns the time of each and the metered power."""
     times: list[float] = []
     share.device.synchronize()
     with Meter(open_power_source(share.device), period=0.02) as meter:
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _take_settled_medians(blocks: list[dict[str, Any]]) -> list[float]:
-    """Return each block's median seconds of a layer, over its second half."""
+    """Returns each block's median seconds of a layer, over its second half."""
     return [
         statistics.median(measured_block["layers"][len(measured_block["layers"]) // 2 :])
         for measured_block in blocks

@@ -1,4 +1,4 @@
-"""Draw when a block of the DiT dequantizes its weights and when it multiplies.
+"""Draws when a block of the DiT dequantizes its weights and when it multiplies.
 
     python -m benchmarks.quantised_timeline --out quantised_timeline.png
     python -m benchmarks.quantised_timeline --variants bf16 Q8_0 --steps 9 --out Q8_0.png
@@ -21,8 +21,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from torch import nn
 
 from benchmarks.quantised_weights import MODELS, SCALES, VARIANTS, make_network, make_step
@@ -37,6 +35,14 @@ from wan.settings.values import integer
 from wan.utils import system
 from wan.utils.files import make_marked_kind, write_output
 
+try:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+except ModuleNotFoundError as error:
+    from wan.app.programs import exit_without_package
+
+    exit_without_package(error)
+
 PLOT = make_marked_kind(
     "a plot of benchmarks.quantised_timeline", b"Software\0benchmarks.quantised_timeline"
 )
@@ -50,7 +56,7 @@ Intervals = dict[str, list[tuple[float, float]]]
 
 @contextmanager
 def record_intervals(network: WanModel) -> Iterator[Intervals]:
-    """Record the intervals of the last block's calls, linear layers and dequantized weights."""
+    """Records the intervals of the last block's calls, linear layers and dequantized weights."""
     intervals: Intervals = {kind: [] for kind in COLORS}
     begun: list[float] = []
 
@@ -86,7 +92,7 @@ def record_intervals(network: WanModel) -> Iterator[Intervals]:
 
 
 def join_calls(intervals: Intervals) -> Intervals:
-    """Keep what lies in the block's calls, and move the calls to follow each other from 0."""
+    """Keeps what lies in the block's calls, and moves the calls to follow each other from 0."""
     joined: Intervals = {kind: [] for kind in intervals}
     offset = 0.0
     for start, stop in intervals["other operations"]:
@@ -103,7 +109,7 @@ def join_calls(intervals: Intervals) -> Intervals:
 def measure_blocks(
     networks: dict[str, WanModel], grid: tuple[int, int, int], num_steps: int
 ) -> dict[str, Intervals]:
-    """Return each network's intervals in the step whose block takes the median time.
+    """Returns each network's intervals in the step whose block takes the median time.
 
     Every round runs a step of each network, after one that is not measured.
     """
@@ -121,12 +127,12 @@ def measure_blocks(
 
 
 def get_duration(intervals: Intervals) -> float:
-    """Return the seconds of the block."""
+    """Returns the seconds of the block."""
     return intervals["other operations"][-1][1]
 
 
 def draw_rows(rows: dict[str, Intervals], title: str, path: Path) -> None:
-    """Draw one row for each name."""
+    """Draws one row for each name."""
     figure: Any = Figure(figsize=(10, 1.2 + 0.36 * len(rows)), dpi=130, layout="constrained")
     axes = figure.subplots()
     for row, intervals in enumerate(rows.values()):
@@ -145,7 +151,7 @@ def draw_rows(rows: dict[str, Intervals], title: str, path: Path) -> None:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options."""
+    """Parses the options."""
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     positive = make_argument_type(integer(1, 1_000_000))
     parser.add_argument("--model", choices=MODELS, default="5B")

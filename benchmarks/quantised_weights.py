@@ -1,4 +1,4 @@
-"""Time a step of the DiT with quantized weights beside the same step in bfloat16.
+"""Times a step of the DiT with quantized weights beside the same step in bfloat16.
 
     python -m benchmarks.quantised_weights --model 5B --size 320*192 --frames 9
     python -m benchmarks.quantised_weights --model 5B --layers 4 --tokens 720 --rounds 3 --eager
@@ -57,7 +57,7 @@ VARIANTS = ("bf16", *SCALES, "FP8", "int8")
 def quantize_randomly(
     variant: str, linear: nn.Linear, memory: UpcastMemory, dequantizer: CompiledDequantizer
 ) -> nn.Module:
-    """Make a layer of the same size with random quantized weights."""
+    """Makes a layer of the same size with random quantized weights."""
     rows, columns, bias = linear.out_features, linear.in_features, linear.bias
     if variant == "int8":
         weight = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
@@ -91,7 +91,7 @@ def make_network(
     weights: dict[str, nn.Parameter],
     dequantizer: CompiledDequantizer,
 ) -> WanModel:
-    """Make a network in bfloat16 whose blocks share the weights of the first one.
+    """Makes a network in bfloat16 whose blocks share the weights of the first one.
 
     weights: Those that all variants share, by name; the first variant adds them.
     """
@@ -134,14 +134,14 @@ def make_network(
 
 
 def count_block_bytes(network: WanModel) -> int:
-    """Count the bytes of all blocks as if each had its own weights."""
+    """Counts the bytes of all blocks as if each had its own weights."""
     block = network.blocks[0]
     tensors = (*block.parameters(), *block.buffers())
     return len(network.blocks) * sum(tensor.nbytes for tensor in tensors)
 
 
 def make_step(network: WanModel, grid: tuple[int, int, int]) -> common.Run:
-    """Return a function that computes both guidance branches of a step."""
+    """Returns a function that computes both guidance branches of a step."""
     frames, height, width = grid
     latents = torch.randn(network.in_dim, frames, 2 * height, 2 * width)
     cond, uncond = torch.randn(2, network.text_len, network.text_dim).bfloat16()
@@ -166,7 +166,7 @@ def measure_variants(
     rounds: int,
     eager: bool,
 ) -> dict[str, Any]:
-    """Measure the seconds of a step of every variant in every round."""
+    """Measures the seconds of a step of every variant in every round."""
     torch.manual_seed(0)
     weights = dict[str, nn.Parameter]()
     dequantizer = CompiledDequantizer(MIN_VALUES if eager else 0)
@@ -192,7 +192,7 @@ def measure_variants(
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """Print a record."""
+    """Prints a record."""
     print(
         f"\n{record['task']}, {record['layers']} layers, {record['tokens']} tokens, "
         f"{record['threads']} threads\n{'':8}  seconds   ratio (least to most)      GB"
@@ -206,7 +206,7 @@ def print_record(record: dict[str, Any]) -> None:
 
 
 def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tuple[int, int, int]]:
-    """Parse the options; return them and the token grid."""
+    """Parses the options; returns them and the token grid."""
     parser = Parser(description="Time a step of the DiT with quantized weights.")
     positive = make_argument_type(integer(1, 1_000_000))
     parser.add_argument("--model", choices=MODELS, default="5B")

@@ -1,4 +1,4 @@
-"""Measure anonymous memory and seconds of runs of the published sizes, by `--offload_model`.
+"""Measures anonymous memory and seconds of runs of the published sizes, by `--offload_model`.
 
     python -m benchmarks.residency --task ti2v-5B --ways true block "block --resident_blocks 10"
     python -m benchmarks.residency --task t2v-A14B --layers 8 --ways block -- --sample_steps 2
@@ -34,13 +34,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks.common import results_file, write_json
-from tests.gguf_files import get_quant_type, quantize
+from tools.gguf_files import get_quant_type, quantize
 from tools.safetensors_stream import stream_safetensors
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
@@ -57,6 +56,13 @@ from wan.settings.values import integer, real
 from wan.testing.random_checkpoint import train_tokenizer, write_tokenizer
 from wan.utils.files import write_folder
 
+try:
+    import gguf
+except ModuleNotFoundError as error:
+    from wan.app.programs import exit_without_package
+
+    exit_without_package(error)
+
 SIZES: dict[str, dict[str, Any]] = {
     "t2v-1.3B": {"model_type": "t2v", "in_dim": 16, "out_dim": 16, "num_heads": 12},
     "ti2v-5B": {"model_type": "ti2v", "in_dim": 48, "out_dim": 48, "num_heads": 24},
@@ -68,7 +74,7 @@ QUICK += ["--precision", "bf16", "--device", "cpu", "--base_seed", "0"]
 
 
 def draw_parameters(network: nn.Module, layer: str, layers: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and random values of parameters; all layers share one layer's values."""
+    """Yields names and random values of parameters; all layers share one layer's values."""
     torch.manual_seed(0)
     cached: dict[str, Tensor] = {}
     for name, parameter in network.named_parameters():
@@ -96,7 +102,7 @@ def save_network(network: nn.Module, path: Path, rename: Any = str, **draw_optio
 
 
 def save_gguf(network: nn.Module, path: Path, kind: str, layers: int) -> None:
-    """Write a GGUF file: matrices of the blocks in this kind, all else in float32.
+    """Writes a GGUF file: matrices of the blocks in this kind, all else in float32.
 
     A layer is quantized once, since all layers share their values.
     """
@@ -116,7 +122,7 @@ def save_gguf(network: nn.Module, path: Path, kind: str, layers: int) -> None:
 
 
 def write_gguf_folder(task: str, source: Path, kind: str, out: Path) -> None:
-    """Write a folder with the DiT as a GGUF file, and links to the other files."""
+    """Writes a folder with the DiT as a GGUF file, and links to the other files."""
     for path in source.iterdir():
         if not path.name.startswith("diffusion_pytorch_model"):
             (out / path.name).symlink_to(path)
@@ -132,7 +138,7 @@ def make_config(task: str) -> dict[str, Any]:
 
 
 def write_official_checkpoint(task: str, out: Path, layers: int | None) -> None:
-    """Write the checkpoint in the official layout."""
+    """Writes the checkpoint in the official layout."""
     preset, config = PRESETS[task], make_config(task)
     with torch.device("meta"):
         dit = WanModel(**config, text_dim=4096)
@@ -159,7 +165,7 @@ def write_official_checkpoint(task: str, out: Path, layers: int | None) -> None:
 
 
 def read_rss_anon(process: int) -> int:
-    """Return a process's anonymous bytes; 0 if it has ended."""
+    """Returns a process's anonymous bytes; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -168,13 +174,13 @@ def read_rss_anon(process: int) -> int:
 
 
 def read_cpu_seconds() -> float:
-    """Return the CPU time of all reaped child processes, which other load does not distort."""
+    """Returns the CPU time of all reaped child processes, which other load does not distort."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def run_generate(folder: Path, way: str, arguments: list[str], limit: float) -> dict[str, Any]:
-    """Run generate.py and sample its memory; kill it where its memory exceeds the limit."""
+    """Runs generate.py and samples its memory; kills it where its memory exceeds the limit."""
     video = folder / "video.mp4"
     command = [sys.executable, "generate.py", *arguments, "--save_file", str(video)]
     command += ["--offload_model", *way.split()]
@@ -194,7 +200,7 @@ def run_generate(folder: Path, way: str, arguments: list[str], limit: float) -> 
 
 
 def read_planned_copies(arguments: list[str], way: str) -> str:
-    """Return the plan's line of the bytes copied to a GPU per step; "" without copies."""
+    """Returns the plan's line of the bytes copied to a GPU per step; "" without copies."""
     flags = [*arguments, "--device", "cuda", "--offload_model", *way.split(), "--plan"]
     command = [sys.executable, "generate.py", *flags]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -202,7 +208,7 @@ def read_planned_copies(arguments: list[str], way: str) -> str:
 
 
 def time_lora_merge(folder: Path, out: Path, rank: int) -> dict[str, float]:
-    """Time reading one block into memory, without and with a LoRA on all its linear layers."""
+    """Times reading one block into memory, without and with a LoRA on all its linear layers."""
     checkpoint = inspect_checkpoint(folder)
     name, files = next(iter(checkpoint.experts.items()))
     linears = {n: i for n, i in files.tensors.items() if n.startswith("blocks.0.")}

@@ -1,4 +1,4 @@
-"""Plot the error of each sampler over the forward passes of a branch, on a flow that is known.
+"""Plots the error of each sampler over the forward passes of a branch, on a flow that is known.
 
     python benchmarks/samplers.py --out docs/samplers_order.png
 

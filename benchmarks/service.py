@@ -1,4 +1,4 @@
-"""Compare `python -m wan.serve` with `--prompt_file`, and time its recovery from a lost rank.
+"""Compares `python -m wan.serve` with `--prompt_file`, and times its recovery from a lost rank.
 
     python -m benchmarks.service --rounds 3 --json results/service.json
 

@@ -1,4 +1,4 @@
-"""Measure `python -m wan.serve` under 2 000 clients that are silent or slow.
+"""Measures `python -m wan.serve` under 2 000 clients that are silent or slow.
 
     python -m benchmarks.service_connections --json results/service_connections.json
 

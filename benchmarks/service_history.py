@@ -1,4 +1,4 @@
-"""Measure requests of `python -m wan.serve` with many videos in its journal.
+"""Measures requests of `python -m wan.serve` with many videos in its journal.
 
     python -m benchmarks.service_history --json docs/results/service_history.json
 

@@ -1,4 +1,4 @@
-"""Run a mixed load with random kills on `python -m wan.serve`, and check everything it has left.
+"""Runs a mixed load with random kills on `python -m wan.serve`, and checks everything it has left.
 
     python -m benchmarks.service_soak --minutes 30 --seed 1 --json results/service_soak.json
     python -m benchmarks.service_soak --minutes 10 --kill_every 0

@@ -1,4 +1,4 @@
-"""Compare the seconds of a denoising step on a CPU with stable-diffusion.cpp, from the same files.
+"""Compares the seconds of a denoising step on a CPU with stable-diffusion.cpp, from the same files.
 
     python -m benchmarks.stable_diffusion_cpp --sd_cli ./sd-cli --keep ./files --json results.json
     python -m benchmarks.stable_diffusion_cpp --sd_cli ./sd-cli --weights Q8_0 --steps 8 --compiled
@@ -94,19 +94,19 @@ finally:
 
 
 def locate(folder: Path, name: str) -> Path:
-    """Return the path of a file, which has a folder of its own."""
+    """Returns the path of a file, which has a folder of its own."""
     return folder / name.rpartition(".")[0] / name
 
 
 def make_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Make a file and its folder unless they exist; an interrupted call leaves neither."""
+    """Makes a file and its folder unless they exist; an interrupted call leaves neither."""
     if not path.exists():
         with write_folder(path.parent) as part:
             write(part / path.name)
 
 
 def write_networks(folder: Path) -> None:
-    """Write the networks with random weights in bfloat16, under names that both sides read."""
+    """Writes the networks with random weights in bfloat16, under names that both sides read."""
     with torch.device("meta"):
         dit = WanModel(**make_config(TASK), text_dim=4096)
         encoder = t5.build_published_text_encoder()
@@ -126,7 +126,7 @@ def write_networks(folder: Path) -> None:
 
 
 def quantize_file(sd_cli: Path, source: Path, target: Path, kind: str) -> None:
-    """Let sd-cli quantize all weights of a file into a GGUF file."""
+    """Lets sd-cli quantize all weights of a file into a GGUF file."""
     label = f"q{kind[1:]}"  # as sd-cli spells it: q8_0, q4_K
 
     def convert(part: Path) -> None:
@@ -137,7 +137,7 @@ def quantize_file(sd_cli: Path, source: Path, target: Path, kind: str) -> None:
 
 
 def read_step_seconds(output: str, steps: int) -> dict[str, float]:
-    """Read the seconds of a step from sd-cli's output.
+    """Reads the seconds of a step from sd-cli's output.
 
     Returns:
         "first": Seconds of the first step. "step": mean seconds of the later ones.
@@ -158,7 +158,7 @@ def read_step_seconds(output: str, steps: int) -> dict[str, float]:
 
 
 def run_side(who: str, kind: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Make one video with one side; return its seconds and peak memory."""
+    """Makes one video with one side; returns its seconds and peak memory."""
     dit, steps = locate(folder, f"{TASK}-{kind}.gguf"), str(options.steps)
     scale, shift = f"{options.guidance:g}", f"{options.shift:g}"
     width, height = options.size.split("*")
@@ -197,7 +197,7 @@ def is_run_record(run: dict[str, Any]) -> bool:
 
 
 def print_medians(kind: str, runs: list[dict[str, Any]]) -> None:
-    """Print the medians of both sides, and their ratios within the rounds."""
+    """Prints the medians of both sides, and their ratios within the rounds."""
     for name, label, unit in (
         ("step", "seconds of a step", 1.0),
         ("seconds", "seconds of the process", 1.0),
@@ -219,7 +219,7 @@ def print_medians(kind: str, runs: list[dict[str, Any]]) -> None:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the options."""
+    """Parses and checks the options."""
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     positive = make_argument_type(real(0, 100, exclude_min=True))
     parser.add_argument("--sd_cli", type=Path, required=True, help="the program sd-cli")

@@ -1,4 +1,4 @@
-"""Measure First Block Cache's overhead in forwards that compute all blocks, and its memory.
+"""Measures First Block Cache's overhead in forwards that compute all blocks, and its memory.
 
     python benchmarks/step_cache.py --ranks 4 --json results/step_cache.json
 
@@ -46,7 +46,7 @@ STEPS = 1000
 
 
 def run_rank(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
-    """Measure plain and cached forwards and the decision on one rank."""
+    """Measures plain and cached forwards and the decision on one rank."""
     team = make_parallel_groups(select_device("cpu"), (1, 1, ranks))
     never = StepCache("first_block", step_cache_threshold=0.0)
     cache_policy = policy.make_policy(never, PRESETS["t2v-1.3B"])

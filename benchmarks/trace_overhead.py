@@ -1,4 +1,4 @@
-"""Measure the cost of a schedule trace's ranges, with and without a recorder.
+"""Measures the cost of a schedule trace's ranges, with and without a recorder.
 
     python -m benchmarks.trace_overhead --tokens 256 --json results/trace.json
 
@@ -45,7 +45,7 @@ def make_model(options: argparse.Namespace) -> WanModel:
 
 
 def measure_range() -> float:
-    """Return the seconds of one range without a recorder, including its arguments."""
+    """Returns the seconds of one range without a recorder, including its arguments."""
     x, calls = torch.zeros(1), 200_000
 
     def enter_range() -> None:

@@ -1,4 +1,4 @@
-"""Count bytes and launches of a block's operations other than products, without a device.
+"""Counts bytes and launches of a block's operations other than products, without a device.
 
     python benchmarks/traffic.py --ranks 1
     python benchmarks/traffic.py --ranks 8 --json results/traffic.json
@@ -50,7 +50,12 @@ from wan.settings.attention_modes import MODES
 from wan.settings.numerics import keeps_fp32
 from wan.settings.parallel import EXCHANGES
 from wan.settings.values import integer
-from wan.utils.torch_private import DatalessFunctionMode, StorageTracker, init_fake_process_group
+from wan.utils.torch_private import (
+    DatalessFunctionMode,
+    StorageTracker,
+    init_fake_process_group,
+    use_private_compiler_cache,
+)
 
 HEADS, HEAD_DIM, FFN, TEXT = 40, 128, 13824, 512
 TOKENS = 75_600  # 1280*720, 81 frames
@@ -110,7 +115,7 @@ class Traffic(TorchDispatchMode):
 
 
 def _count_bytes(x: Tensor) -> int:
-    """Return the bytes of a tensor's distinct elements; broadcast dimensions count once."""
+    """Returns the bytes of a tensor's distinct elements; broadcast dimensions count once."""
     count = 1
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride else 1
@@ -120,7 +125,8 @@ def _count_bytes(x: Tensor) -> int:
 def count_compiled_traffic(
     step: Callable[..., Tensor], arguments: tuple[Any, ...]
 ) -> tuple[int, int]:
-    """Compile an op; return Inductor's counts of bytes and kernels."""
+    """Compiles an op; returns Inductor's counts of bytes and kernels."""
+    use_private_compiler_cache()
     torch._dynamo.reset()
     metrics.reset()
     real = [torch.empty_like(x, device="cpu") if isinstance(x, Tensor) else x for x in arguments]
@@ -132,7 +138,7 @@ def count_compiled_traffic(
 def make_our_call(
     ranks: int, ops: BlockOps, comm_type: int = 0, exchange: str = "split", part: str = "block"
 ) -> Callable[[], Any]:
-    """Make a call of our block, or of its self-attention, as on rank 0 of `ranks`."""
+    """Makes a call of our block, or of its self-attention, as on rank 0 of `ranks`."""
     group: Group = SINGLE_RANK
     if ranks > 1:
         if not dist.is_initialized():
@@ -159,7 +165,7 @@ def make_our_call(
 
 
 def make_diffusers_call() -> Callable[[], Any]:
-    """Make a call of diffusers' block."""
+    """Makes a call of diffusers' block."""
     with META:
         block: Any = WanTransformerBlock(
             CHANNELS, FFN, HEADS, qk_norm="rms_norm_across_heads", cross_attn_norm=True
@@ -187,7 +193,7 @@ def count_call_traffic(call: Callable[[], Any], traffic: Traffic) -> dict[str, A
 
 
 def count_exchange_traffic(ranks: int) -> dict[str, Any]:
-    """Count collectives, bytes and peak memory of each mode with either exchange.
+    """Counts collectives, bytes and peak memory of each mode with either exchange.
 
     "sent" excludes a rank's part for itself.
     """

@@ -1,4 +1,4 @@
-"""Compare forwards of VACE: hints computed one at a time, all hints in memory, and diffusers'.
+"""Compares forwards of VACE: hints computed one at a time, all hints in memory, and diffusers'.
 
     python -m benchmarks.vace --json vace.json
 
@@ -36,7 +36,7 @@ DTYPE, CPU = torch.bfloat16, common.CPU
 
 
 def make_networks(layers: int) -> tuple[VaceWanModel, Any]:
-    """Make our network and diffusers' with the same weights, in each library's dtypes."""
+    """Makes our network and diffusers' with the same weights, in each library's dtypes."""
     config: dict[str, Any] = {**make_reference_dit_config(PRESETS["vace-1.3B"])}
     interval = config["num_layers"] // len(config["vace_layers"])
     config |= {"num_layers": layers, "vace_layers": [*range(0, layers, interval)]}

@@ -1,4 +1,4 @@
-"""Compare decoding with diffusers' on one rank, and one rank with several that share the rows.
+"""Compares decoding with diffusers' on one rank, and one rank with several that share the rows.
 
     python -m benchmarks.vae --version 2.1 --latent 3,16,26 --ranks 2 --rounds 10 --json FILE
 
@@ -60,7 +60,7 @@ def decode_latents(network: Autoencoder, z_BZfhw: Tensor, rows: Rows = ALL_ROWS)
 
 
 def measure_against_diffusers(version: str, size: tuple[int, ...], rounds: int) -> dict[str, Any]:
-    """Time our decoder and diffusers' on one rank in turn; also their distance and memory."""
+    """Times our decoder and diffusers' on one rank in turn; also their distance and memory."""
     network, z = make_autoencoder(version), make_latents(version, size)
     sizes: dict[str, Any] = WIDTHS[version] | (WITH_2_2 if version == "2.2" else {})
     theirs: Any = AutoencoderKLWan(**sizes).eval()
@@ -76,7 +76,7 @@ def measure_against_diffusers(version: str, size: tuple[int, ...], rounds: int) 
 
 
 def measure_shared_rows(version: str, size: tuple[int, ...], rounds: int) -> dict[str, Any]:
-    """Time decoding on rank 0 while the others wait, and on all ranks."""
+    """Times decoding on rank 0 while the others wait, and on all ranks."""
     network, z = make_autoencoder(version), make_latents(version, size)
     rows = ShardedRows(None, split_rows_evenly(size[1], dist.get_world_size()), CPU)
     is_main = dist.get_rank() == 0
@@ -95,7 +95,7 @@ def measure_shared_rows(version: str, size: tuple[int, ...], rounds: int) -> dic
 
 
 def measure_seams(weights: Path, image: Path) -> dict[str, Any]:
-    """Measure the seams in five frames, each the image shifted by some pixels."""
+    """Measures the seams in five frames, each the image shifted by some pixels."""
     blueprint = video_vae.read_vae_spec(weights)
     loaded = blueprint.load(device=CPU, dtype_of=lambda *_: torch.float32)
     network = video_vae.VideoVAE(loaded)

@@ -1,4 +1,4 @@
-"""Time LoRAs chosen per request of `python -m wan.serve` against no LoRA and against a restart.
+"""Times LoRAs chosen per request of `python -m wan.serve` against no LoRA and against a restart.
 
     python -m benchmarks.video_loras --ranks 2 --jobs 20 --json results/video_loras.json
 

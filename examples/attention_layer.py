@@ -1,4 +1,4 @@
-"""Use the attention layer alone, in a program that shards tokens over ranks.
+"""Uses the attention layer alone, in a program that shards tokens over ranks.
 
     torchrun --nproc_per_node=2 examples/attention_layer.py
 

@@ -1,4 +1,4 @@
-"""Run diffusers' Wan2.1 image-to-video pipeline, with its 257 image tokens, on several ranks:
+"""Runs diffusers' Wan2.1 image-to-video pipeline, with its 257 image tokens, on several ranks:
 
     torchrun --nproc_per_node=3 examples/diffusers_i2v.py [FOLDER IMAGE]
 

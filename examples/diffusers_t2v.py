@@ -1,4 +1,4 @@
-"""Run diffusers' text-to-video pipeline in sequence parallel:
+"""Runs diffusers' text-to-video pipeline in sequence parallel:
 
     torchrun --nproc_per_node=2 examples/diffusers_t2v.py [FOLDER]
 

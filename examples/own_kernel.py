@@ -1,4 +1,4 @@
-"""Use a custom attention kernel in the attention layer: `python examples/own_kernel.py`.
+"""Uses a custom attention kernel in the attention layer: `python examples/own_kernel.py`.
 
 A kernel is an object with these members; a kernel that returns the log-sum-exp also works in a
 ring. docs/extending.md describes how to add a kernel with a flag to the repository.

@@ -1,4 +1,4 @@
-"""Make a video from Python: `python examples/python_classes.py`.
+"""Makes a video from Python: `python examples/python_classes.py`.
 
 The trained demo checkpoint needs no download and no accelerator. For real weights, pass another
 `checkpoint_dir` and omit the keywords whose defaults from Wan2.2 are to be used.

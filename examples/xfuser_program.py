@@ -1,4 +1,4 @@
-"""Use the attention layer with xfuser's process groups, in a program that initialized xfuser.
+"""Uses the attention layer with xfuser's process groups, in a program that initialized xfuser.
 
     torchrun --nproc_per_node=4 examples/xfuser_program.py
 
@@ -11,14 +11,20 @@ import os
 
 import torch
 import torch.nn.functional as F
-from xfuser.core.distributed import (
-    get_sp_group,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
 
 from wan.distributed.ring import Ring
 from wan.modules.attnlayer import FAPowerCapAttention
+
+try:
+    from xfuser.core.distributed import (
+        get_sp_group,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+except ModuleNotFoundError as error:
+    from wan.app.programs import exit_without_package
+
+    exit_without_package(error)
 
 
 def main() -> None:

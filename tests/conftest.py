@@ -19,10 +19,13 @@ from typing import Any
 import hypothesis
 import pytest
 
+from wan.utils.compiler_cache import prepare_compiler_cache
+
 hypothesis.settings.register_profile("no deadline", deadline=None)  # the machine may be busy
 hypothesis.settings.load_profile("no deadline")
 # In a background job of a shell, the tests and their child processes would ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+prepare_compiler_cache()  # one for all tests, which move the user's cache folder
 gc.disable()  # until all modules are imported, which collections would scan many times
 Tiny = Callable[..., Path]
 
@@ -178,7 +181,7 @@ def refusals(
 
     Each refusal is one sentence with exit code 2, before weights are read or the demo checkpoint is
     made, and no file is written. folders: The current folder of each case. hide: Passed to
-    `check_refusals`.
+    `check_refusals`. plans: `--plan` refuses each case in the same words.
     """
     from tests.refusals import check_refusals
     from wan.cli import main
@@ -199,6 +202,7 @@ def refusals(
         cases: Mapping[str, Sequence[object]],
         folders: Mapping[str, Path] | None = None,
         hide: Sequence[str] = (),
+        plans: bool = False,
     ) -> None:
         files_before = sorted(tmp_path.rglob("*"))
         codes, messages = {}, {}
@@ -209,6 +213,9 @@ def refusals(
             codes[case] = main.main([str(word) for word in argv])
             messages[case] = capfd.readouterr().err
             assert messages[case].startswith("generate.py: "), (case, messages[case])
+            if plans:
+                assert main.main(["--plan", *map(str, argv)]) == 2, (case, messages[case])
+                assert capfd.readouterr().err == messages[case]
             messages[case] = messages[case].removeprefix("generate.py: ")
         assert {case: code for case, code in codes.items() if code != 2} == {}, messages
         check_refusals(table, messages, hide)

@@ -1,4 +1,4 @@
-"""Measure MagCache's curve of a model, for one task, shift, solver and number of steps.
+"""Measures MagCache's curve of a model, for one task, shift, solver and number of steps.
 
     python tools/calibrate_mag.py --ckpt_dir ./Wan2.2-T2V-A14B --size 832*480 --out curve.json
     python tools/calibrate_mag.py --ckpt_dir examples/demo/t2v-A14B
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from wan import device as devices
 from wan.app import flag_parser
 from wan.app.flag_parser import Parser
-from wan.app.programs import make_argument_type
+from wan.app.programs import make_argument_type, run_program
 from wan.app.resolve import resolve_command_line
 from wan.cache import mag, policy
 from wan.cache.mag import Curve
@@ -129,4 +129,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

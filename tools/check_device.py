@@ -1,4 +1,4 @@
-"""Check that this machine's device computes correct results, and measure its speed.
+"""Checks that this machine's device computes correct results, and measures its speed.
 
     python tools/check_device.py [--full] [--device auto|cpu|cuda|npu] [--only STEP[,STEP]]
     torchrun --nproc_per_node=8 tools/check_device.py
@@ -30,10 +30,20 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.device_check import steps as report
-from tools.device_check.process import DeviceError, Job, WorkerKeeper
-from tools.device_check.steps import ABSENT, OK, STEPS, WRONG, DeviceProperties, Outcome, Step
+from tools.device_check.process import DeviceError, WorkerKeeper
+from tools.device_check.steps import (
+    ABSENT,
+    OK,
+    STEPS,
+    WRONG,
+    DeviceProperties,
+    Job,
+    Outcome,
+    Step,
+)
 from wan.app.failures import raise_on_sigterm
 from wan.app.flag_parser import Parser
+from wan.app.programs import run_program
 from wan.settings.errors import InputError, Terminated, WriteError, get_exit_code
 from wan.settings.execution import DEVICE_TYPES
 from wan.utils import env
@@ -49,7 +59,7 @@ GRACE = 60.0  # seconds to wait for a rank beyond its step's limit
 
 
 def main(argv: Sequence[str] | None = None, steps: tuple[Step, ...] = STEPS) -> int:
-    """Check the device and return the exit code. steps: the table of steps."""
+    """Checks the device and returns the exit code. steps: the table of steps."""
     is_spokesman = True
     try:
         with raise_on_sigterm():  # so that SIGTERM also ends the worker
@@ -86,7 +96,7 @@ def _parse_options(argv: Sequence[str] | None, steps: tuple[Step, ...]) -> argpa
 
 
 def _run_check(options: argparse.Namespace, steps: list[Step]) -> int:
-    """Run the steps on this rank and return the exit code; rank 0 prints and writes the report."""
+    """Runs the steps on this rank; returns the exit code. Rank 0 prints and writes the report."""
     start, world, local = time.monotonic(), env.world_size(), env.local_rank()
     peers = SingleProcess() if world == 1 else TorchrunRanks(env.rank(), world)
     folder = Path(tempfile.mkdtemp(prefix="wan-check-"))
@@ -125,7 +135,7 @@ def _run_check(options: argparse.Namespace, steps: list[Step]) -> int:
 
 
 def _write_report(path: Path, results: list[report.StepResult], about: dict[str, Any]) -> None:
-    """Write the file and print the table."""
+    """Writes the file and prints the table."""
     report.write_json_report(path, results, about)
     print(f"\n{report.format_table(results)}\n")
     print(f"{report.format_summary(results)}; {about['seconds']:.0f} s.")
@@ -135,7 +145,7 @@ def _write_report(path: Path, results: list[report.StepResult], about: dict[str,
 def _open_device(
     bed: WorkerKeeper, peers: SingleProcess
 ) -> tuple[DeviceProperties, dict[str, Any]]:
-    """Open the device of this rank. Raises InputError on all ranks if one rank has none."""
+    """Opens the device of this rank. Raises InputError on all ranks if one rank has none."""
     refusal, worker = None, None
     try:
         worker = bed.get_worker()
@@ -155,7 +165,7 @@ def _run_step(
     job: Job,
     first_here: bool,
 ) -> Outcome:
-    """Run a step on this rank. first_here: this is the first rank of its machine."""
+    """Runs a step on this rank. first_here: this is the first rank of its machine."""
     missing = job.step.find_obstacle(properties, job.full)
     if missing is not None:
         return Outcome(ABSENT, words=missing)
@@ -172,19 +182,19 @@ class SingleProcess:
     rank, world = 0, 1
 
     def agree_on_refusal(self, refusal: str | None) -> str | None:
-        """Return the first rank's reason why the check cannot begin; None if all ranks can."""
+        """Returns the first rank's reason why the check cannot begin; None if all ranks can."""
         return refusal
 
     def find_failure(self, index: int) -> str | None:
-        """Return the reason to end a step in which another rank failed; None if none did."""
+        """Returns the reason to end a step in which another rank failed; None if none did."""
         return None
 
     def gather_outcomes(self, index: int, outcome: Outcome, limit: float) -> list[Outcome]:
-        """Return the outcomes of a step, by rank."""
+        """Returns the outcomes of a step, by rank."""
         return [outcome]
 
     def share_exit_code(self, code: int | None) -> int:
-        """Return rank 0's exit code on every rank; other ranks pass None."""
+        """Returns rank 0's exit code on every rank; other ranks pass None."""
         assert code is not None
         return code
 
@@ -229,7 +239,7 @@ class TorchrunRanks(SingleProcess):
         ]
 
     def share_exit_code(self, code: int | None) -> int:
-        """Share the code after rank 0 has written its files: torchrun may then end it."""
+        """Shares the code after rank 0 has written its files: torchrun may then end it."""
         if code is not None:
             self._store.set("code", str(code))
             return code
@@ -255,7 +265,7 @@ def _open_store() -> Store:
 
 
 def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
-    """Merge the outcomes of all ranks: the lines of rank 0 and the worst verdict.
+    """Merges the outcomes of all ranks: the lines of rank 0 and the worst verdict.
 
     A line that is wrong only on another rank is added with the number of that rank. A rank that was
     ended because of another rank's failure counts only if that rank reported nothing. An error that
@@ -278,4 +288,4 @@ def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

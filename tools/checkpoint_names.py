@@ -1,4 +1,4 @@
-"""Load one tiny checkpoint and one LoRA under every naming, prefix and container.
+"""Loads one tiny checkpoint and one LoRA under every naming, prefix and container.
 
     python tools/checkpoint_names.py [--all]
 
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import gguf
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -42,6 +41,13 @@ from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES
 from wan.modules import clip, t5
 from wan.modules.vae import video_vae
 from wan.testing.random_checkpoint import WRITERS, make_checkpoint
+
+try:
+    import gguf
+except ModuleNotFoundError as error:
+    from wan.app.programs import exit_without_package
+
+    exit_without_package(error)
 
 Tensors = Mapping[str, Tensor]
 Row = tuple[str, ...]
@@ -77,7 +83,7 @@ def _rename_layer(layer: str) -> str:
 
 
 def _split_tensors(tensors: Tensors) -> list[Tensors]:
-    """Split tensors into two halves."""
+    """Splits tensors into two halves."""
     names = [*tensors]
     halves = names[: len(names) // 2], names[len(names) // 2 :]
     return [{name: tensors[name] for name in half} for half in halves]
@@ -90,7 +96,7 @@ def _save_one(suffix: str, tensors: Tensors, folder: Path) -> Path:
 
 
 def _save_shards(suffix: str, name: str, index: bool, tensors: Tensors, folder: Path) -> Path:
-    """Write two shards, as NAME with their numbers, and perhaps their index."""
+    """Writes two shards, as NAME with their numbers, and perhaps their index."""
     weight_map: dict[str, str] = {}
     for number, half in enumerate(_split_tensors(tensors), 1):
         file = f"{name.format(f'0000{number}-of-00002')}{suffix}"
@@ -173,7 +179,7 @@ class NetworkFiles:
         }
 
     def load(self, case: Case) -> Tensors:
-        """Write and load a case; return the values by the network's names."""
+        """Writes and loads a case; returns the values by the network's names."""
         tensors = self.tensors[case.component, case.naming]
         named = {f"{case.prefix}{name}": x.clone().contiguous() for name, x in tensors.items()}
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
@@ -188,7 +194,7 @@ class NetworkFiles:
             return {name: source.read(slice(None)).clone() for name, source in sources.items()}
 
     def is_equal(self, case: Case) -> bool:
-        """Return whether a case has the values of the plain file."""
+        """Returns whether a case has the values of the plain file."""
         return _are_equal(self.load(case), self.expected[case.component])
 
 
@@ -211,7 +217,7 @@ def _are_equal(values: Tensors, expected: Tensors) -> bool:
 
 
 def list_cases(is_complete: bool) -> Iterator[Case]:
-    """Yield all cases, or as many as have each row, prefix and container at least once."""
+    """Yields all cases, or as many as have each row, prefix and container at least once."""
     for index, (component, naming) in enumerate(NETWORKS):
         if is_complete:
             yield from (Case(component, naming, *rest) for rest in product(PREFIXES, CONTAINERS))
@@ -239,7 +245,7 @@ class LoraFiles:
         self.checkpoint = inspect_checkpoint(checkpoint)
 
     def is_equal(self, case: LoraCase) -> bool:
-        """Return whether the merged weights are those of exact arithmetic."""
+        """Returns whether the merged weights are those of exact arithmetic."""
         generator = torch.Generator().manual_seed(0)
         stored, changes = dict[str, Tensor](), dict[str, Tensor]()
         network = self.checkpoint.experts["low_noise"].tensors
@@ -272,7 +278,7 @@ class LoraFiles:
         return all(self.has_changes(loras, expert, changes) for expert in experts)
 
     def has_changes(self, loras: Any, expert: str, changes: Tensors) -> bool:
-        """Return whether an expert's merged weights are its weights with the changes."""
+        """Returns whether an expert's merged weights are its weights with the changes."""
         plain = open_sources(self.checkpoint.experts[expert].tensors)
         merged = merge_loras(plain, loras[expert])
         names = {name for lora in loras[expert] for name in lora.deltas}
@@ -284,7 +290,7 @@ class LoraFiles:
 
 
 def list_lora_cases(is_complete: bool) -> Iterator[LoraCase]:
-    """Yield all cases, or as many as have each row and each column at least once."""
+    """Yields all cases, or as many as have each row and each column at least once."""
     suffixes = (*SAFETENSORS_SUFFIXES, *PICKLE_SUFFIXES)
     namings: list[Naming | str] = [*NAMINGS, *DIFFERENCES]
     for index, naming in enumerate(namings):
@@ -297,7 +303,7 @@ def list_lora_cases(is_complete: bool) -> Iterator[LoraCase]:
 
 
 def list_network_rows() -> Iterator[Row]:
-    """Yield the rows of the documentation's table of networks."""
+    """Yields the rows of the documentation's table of networks."""
     yield "Network", "Names", *(f"`{c}`" if c.startswith(".") else c for c in CONTAINERS)
     for component, naming in NETWORKS:
         label = COMPONENTS[component].partition(" ")[2]
@@ -305,7 +311,7 @@ def list_network_rows() -> Iterator[Row]:
 
 
 def list_prefix_rows() -> Iterator[Row]:
-    """Yield the rows of the documentation's table of prefixes."""
+    """Yields the rows of the documentation's table of prefixes."""
     yield "Prefixes of each cell", "In LoRA files"
     prefixes = dict.fromkeys(naming.prefix for naming in NAMINGS if naming.prefix)
     names = ", ".join(f"`{prefix}`" if prefix else "none" for prefix in PREFIXES)
@@ -313,7 +319,7 @@ def list_prefix_rows() -> Iterator[Row]:
 
 
 def list_lora_rows() -> Iterator[Row]:
-    """Yield the rows of the documentation's table of LoRA files."""
+    """Yields the rows of the documentation's table of LoRA files."""
     yield "LoRA", *LAYER_NAMES
     suffixes = f"{len(SAFETENSORS_SUFFIXES) + len(PICKLE_SUFFIXES)}"
     for row in NAMINGS:
@@ -324,7 +330,7 @@ def list_lora_rows() -> Iterator[Row]:
 
 
 def find_unequal_cases(folder: Path, is_complete: bool) -> tuple[int, list[Case | LoraCase]]:
-    """Load all cases; return their number and those whose values differ."""
+    """Loads all cases; returns their number and those whose values differ."""
     networks, loras = NetworkFiles(folder), LoraFiles(folder)
     cases, lora_cases = [*list_cases(is_complete)], [*list_lora_cases(is_complete)]
     unequal: list[Case | LoraCase] = [case for case in cases if not networks.is_equal(case)]

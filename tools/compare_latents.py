@@ -1,4 +1,4 @@
-"""Compare the latents of two runs after each step, and find the first step that departs.
+"""Compares the latents of two runs after each step, and finds the first step that departs.
 
     python generate.py ... --save_latents steps --save_file a.mp4      (and b.mp4)
     python tools/compare_latents.py a.steps b.steps [--least 0.999] [--json FILE]
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from wan.app.flag_parser import Parser
-from wan.app.programs import make_argument_type, make_output_path_type
+from wan.app.programs import make_argument_type, make_output_path_type, run_program
 from wan.media.video_writer import load_latents
 from wan.settings.errors import InputError, get_exit_code
 from wan.settings.values import real
@@ -79,4 +79,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -1,6 +1,6 @@
-"""Run an earlier commit and this working tree on the same requests; compare results bit by bit.
+"""Runs an earlier commit and this working tree on the same requests; compares results bit by bit.
 
-    python tools/compare_versions.py --base e1a141d --keep base_results [--only fp8] [--jobs 2]
+    python tools/compare_versions.py --base 0d6978b7 --keep base_results [--only fp8] [--jobs 2]
 
 Both versions run the cases of version_cases.py on the same tiny checkpoints, which the base makes;
 all latents and frames that a case writes are compared. The base's code is exported into the folder
@@ -48,7 +48,11 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
 from tools.make_cases import Case  # noqa: E402
 from tools.version_cases import CASES, FIXTURES, MAY_DIFFER  # noqa: E402
 from wan.app.flag_parser import Parser  # noqa: E402
-from wan.app.programs import make_argument_type, make_output_path_type  # noqa: E402
+from wan.app.programs import (  # noqa: E402
+    make_argument_type,
+    make_output_path_type,
+    run_program,
+)
 from wan.settings.errors import InputError, WriteError, get_exit_code  # noqa: E402
 from wan.settings.values import integer, read_path  # noqa: E402
 from wan.utils.files import OutputKind, make_json_kind, remove_output, write_folder, write_output  # noqa: E402
@@ -102,11 +106,11 @@ class Folders:
     present: Path
 
     def get_results_folder(self, case: Case, side: str) -> Path:
-        """Return a case's folder. side: "base", "present", or "made" for a fixture."""
+        """Returns a case's folder. side: "base", "present", or "made" for a fixture."""
         return (self.present if side == "present" else self.base) / side / case.name
 
     def make_paths(self, case: Case, side: str) -> dict[str, Path]:
-        """Return the paths that a case's command may refer to, by variable."""
+        """Returns the paths that a case's command may refer to, by variable."""
         fixed = {"base": self.base / "tree", "made": self.base / "made", "npu_sim": SIMULATED_NPU}
         return {**fixed, "out": self.get_results_folder(case, side) / "out"}
 
@@ -200,14 +204,14 @@ def _run_git(*arguments: str) -> str:
 
 @contextmanager
 def _lock_file(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file."""
+    """Holds an exclusive lock on a file."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def export_commit(commit: str, folder: Path) -> None:
-    """Write the code of a commit into `tree` of a folder, unless it exists.
+    """Writes the code of a commit into `tree` of a folder, unless it exists.
 
     Raises:
         RefusedError: The folder has another commit's results, or other files.
@@ -240,7 +244,7 @@ def export_commit(commit: str, folder: Path) -> None:
 def run_cases(
     cases: Sequence[Case], jobs: int, folders: Folders, base_only: bool = False
 ) -> list[Outcome]:
-    """Make the fixtures and run the cases; print each outcome as it arrives."""
+    """Makes the fixtures and runs the cases; prints each outcome as it arrives."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # so that forks work
     for library in LIBRARIES:
         import_module(library)
@@ -275,7 +279,7 @@ def run_cases(
 
 
 def compare_case(case: Case, folders: Folders, base_only: bool = False) -> Outcome:
-    """Run a case in the base's tree unless its results exist, then in this one, and compare."""
+    """Runs a case in the base's tree unless it has results, then in this one; compares them."""
     started = time.monotonic()
     failures = [run_base_case(case, folders, "base")]
     side, result, detail = "base", "made", ""
@@ -300,7 +304,7 @@ def compare_case(case: Case, folders: Folders, base_only: bool = False) -> Outco
 
 
 def find_differences(base: Path, present: Path) -> Iterator[str]:
-    """Yield the differences between the latents and videos in two folders."""
+    """Yields the differences between the latents and videos in two folders."""
     import torch
 
     files = {
@@ -328,7 +332,7 @@ def find_differences(base: Path, present: Path) -> Iterator[str]:
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:
-    """Load the tensors of a latents file or the frames of a video; {} without a file."""
+    """Loads the tensors of a latents file or the frames of a video; {} without a file."""
     import numpy as np
     import torch
     from safetensors.torch import load_file
@@ -345,7 +349,7 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def run_base_case(case: Case, folders: Folders, side: str) -> str:
-    """Run a case of the base unless an earlier comparison did; return its error or ""."""
+    """Runs a case of the base unless an earlier comparison did; returns its error or ""."""
     folder = folders.get_results_folder(case, side)
     marker = folder.with_name(f"{case.name}.json")  # has the command that made the results
     with _lock_file(folder.with_name(f"{case.name}.lock")):
@@ -360,7 +364,7 @@ def run_base_case(case: Case, folders: Folders, side: str) -> str:
 
 
 def run_on_ranks(case: Case, folders: Folders, side: str) -> str:
-    """Run a case on all its ranks; return its error or ""."""
+    """Runs a case on all its ranks; returns its error or ""."""
     folder = folders.get_results_folder(case, side)
     shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run
     folder.mkdir()
@@ -415,7 +419,7 @@ def _run_rank(case: Case, folders: Folders, side: str, rank: int, port: int, log
 
 
 def fork_process(work: Callable[[], object]) -> int:
-    """Call `work` in a forked process and return its id; its exit code is 0, or 1 on errors."""
+    """Calls `work` in a forked process and returns its id; its exit code is 0, or 1 on errors."""
     if pid := os.fork():
         return pid
     code = 1
@@ -436,7 +440,7 @@ def fork_process(work: Callable[[], object]) -> int:
 
 
 def run_in_processes(cases: Sequence[Case], jobs: int, work: Callable[[Case], object]) -> list[str]:
-    """Call work(case) for all cases, `jobs` at a time, each in a separate process group.
+    """Calls work(case) for all cases, `jobs` at a time, each in a separate process group.
 
     Returns the names of the failed cases. All processes are killed if this ends early.
     """
@@ -464,4 +468,4 @@ def _run_in_process_group(work: Callable[[Case], object], case: Case) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -1,4 +1,4 @@
-"""Compare two videos frame by frame, and list suspicious properties of each.
+"""Compares two videos frame by frame, and lists suspicious properties of each.
 
     python tools/compare_videos.py A.mp4 B.mp4 [--joins 77,153] [--json FILE] [--page FILE.html]
     python tools/compare_videos.py FOLDER_A FOLDER_B --json FILE
@@ -35,7 +35,7 @@ from wan.app.flag_parser import Parser
 from wan.app.programs import make_output_path_type, run_program
 from wan.media.ffmpeg import build_input_args, describe_failure, run_ffmpeg
 from wan.media.video_reader import read_video
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, escape_controls
 from wan.settings.values import integer
 from wan.utils.files import OutputKind, make_marked_kind, write_output
 
@@ -226,7 +226,7 @@ def pair_videos(reference: Path, other: Path) -> list[tuple[Path, Path]]:
     if not names[0] & names[1]:
         raise InputError(f"{reference} and {other} have no videos of equal names.")
     for name in sorted(names[0] ^ names[1]):
-        print(f"Only in one folder: {name}", file=sys.stderr)
+        print(escape_controls(f"Only in one folder: {name}"), file=sys.stderr)
     return [(reference / name, other / name) for name in sorted(names[0] & names[1])]
 
 
@@ -248,7 +248,7 @@ def format_table(results: Sequence[dict[str, Any]]) -> str:
             for ab in (0, 1)
         ]
         rows.append((f"mean of {len(rows)}", mean, both))
-    for name, means, both in rows:
+    for name, means, both in ((escape_controls(name), *rest) for name, *rest in rows):
         cells = [f"{means[column]:.4f}" if column == "ssim" else f"{means[column]:.2f}"
                  for column in columns]  # fmt: skip
         cells += [f"{both[0][kind]:.1f}, {both[1][kind]:.1f}" for kind in ("detail", "motion")]
@@ -319,12 +319,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             temporary.write_text(json.dumps({"pairs": results}, indent=1) + "\n")
     if options.page is not None:
         with write_output(options.page, PAGE) as temporary:
-            temporary.write_text(format_page(results), encoding="utf-8")
+            temporary.write_text(format_page(results), encoding="utf-8", errors="backslashreplace")
     print(format_table(results))
     for result in results:
         for video, suspicions in zip(result["videos"], result["suspicious"], strict=True):
             for text in suspicions:
-                print(f"{video}: {text}")
+                print(escape_controls(f"{video}: {text}"))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Draw one image of several videos: a strip of frames for each, above its prompt or name.
+"""Draws one image of several videos: a strip of frames for each, above its prompt or name.
 
     python tools/contact_sheet.py --out sheet.png [--gif all.gif] [--names] a.mp4 b.mp4 ...
 
@@ -22,7 +22,7 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_output_path_type, run_program
 from wan.media.video_reader import read_video
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, escape_controls
 from wan.utils.files import make_marked_kind, write_output
 
 FRAMES = 9  # frames of a strip
@@ -35,12 +35,12 @@ _PAPER, _INK = (255, 255, 255), (20, 20, 20)
 
 
 def read_frames(video: Path) -> list[Image.Image]:
-    """Read the frames of a video, in RGB."""
+    """Reads the frames of a video, in RGB."""
     return [Image.fromarray(frame) for frame in read_video(video, "videos").iter_frames()]
 
 
 def read_prompt(video: Path) -> str:
-    """Read the prompt from the video's record; without a record return the file's name."""
+    """Reads the prompt from the video's record; without a record returns the file's name."""
     record = video.with_suffix(".json")
     if not record.is_file():
         return video.name
@@ -48,7 +48,7 @@ def read_prompt(video: Path) -> str:
 
 
 def make_contact_sheet(videos: Sequence[Path], names: bool = False) -> Image.Image:
-    """Draw the strips of the videos, one below the other, with their names or prompts."""
+    """Draws the strips of the videos, one below the other, with their names or prompts."""
     strips = [_make_strip(video, video.stem if names else read_prompt(video)) for video in videos]
     sheet = Image.new("RGB", (max(s.width for s in strips), sum(s.height for s in strips)), _PAPER)
     top = 0
@@ -67,6 +67,7 @@ def _make_strip(video: Path, caption: str) -> Image.Image:
     for column, frame in enumerate(scaled):
         strip.paste(frame, (_GAP + column * (width + _GAP), _GAP))
     font = ImageFont.load_default(size=13)
+    caption = escape_controls(caption)
     ImageDraw.Draw(strip).text((_GAP, height + _GAP), caption, fill=_INK, font=font)
     return strip
 
@@ -77,7 +78,7 @@ def _scale_frame(frame: Image.Image) -> Image.Image:
 
 
 def make_animation(videos: Sequence[Path], columns: int = 3) -> list[Image.Image]:
-    """Draw the videos side by side, frame by frame; shorter videos hold their last frame."""
+    """Draws the videos side by side, frame by frame; shorter videos hold their last frame."""
     all_frames = [[_scale_frame(frame) for frame in read_frames(video)] for video in videos]
     width, height = (max(f[0].size[i] for f in all_frames) + _GAP for i in (0, 1))
     rows = -(-len(videos) // columns)
@@ -100,7 +101,7 @@ def write_contact_sheet(
     names: bool = False,
     milliseconds: int = 125,
 ) -> None:
-    """Write the sheet (PNG) and, if `gif` is a path, an endless GIF.
+    """Writes the sheet (PNG) and, if `gif` is a path, an endless GIF.
 
     Args:
         milliseconds: Duration of a frame of the GIF.

@@ -1,4 +1,4 @@
-"""Convert a checkpoint's DiTs to bfloat16, which halves the bytes to store, read and copy.
+"""Converts a checkpoint's DiTs to bfloat16, which halves the bytes to store, read and copy.
 
     python tools/convert_checkpoint.py --ckpt_dir Wan2.2-T2V-A14B --out Wan2.2-T2V-A14B-bf16
     python tools/convert_checkpoint.py --ckpt_dir Wan2.2-I2V-A14B --out TurboWan2.2-I2V-A14B \
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from tools.safetensors_stream import stream_safetensors
 from wan.app.flag_parser import Parser
+from wan.app.programs import run_program
 from wan.checkpoint.headers import (
     check_file_complete,
     compute_fingerprint,
@@ -46,7 +47,7 @@ from wan.checkpoint.load import open_sources, read_headers
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
-from wan.utils.files import OutputKind, make_json_kind, remove_output, write_output
+from wan.utils.files import OutputKind, check_link, make_json_kind, remove_output, write_output
 from wan.utils.log import set_up_logging
 
 UNFINISHED = "unfinished_conversion.json"
@@ -60,7 +61,7 @@ _PATCHES = "patch_embedding.weight"
 def convert_checkpoint(
     ckpt_dir: Path, out: Path, networks: Mapping[str, Path] | None = None
 ) -> Path:
-    """Write the folder `out` and return it.
+    """Writes the folder `out` and returns it.
 
     Args:
         ckpt_dir: A checkpoint.
@@ -86,9 +87,9 @@ def convert_checkpoint(
         for dit in experts.values():
             for name, info in dit.tensors.items():
                 by_file.setdefault(info.file, {})[name] = info
+    files = {*_list_files(ckpt_dir)} - old
     sources = {info.file for tensors in by_file.values() for info in tensors.values()}
     _mark_unfinished(out, {"from": compute_fingerprint(sorted(sources)), "dtype": "bf16"})
-    files = {path for path in ckpt_dir.rglob("*") if path.is_file()} - old
     for file in sorted(files | by_file.keys()):
         target = out / file.relative_to(ckpt_dir)
         indexes_old = file.name.endswith(_INDEX) and file.parent in {path.parent for path in old}
@@ -107,8 +108,31 @@ def convert_checkpoint(
     return out
 
 
+def _list_files(folder: Path) -> list[Path]:
+    """Returns all files in a folder and its subfolders, also in those that are links, sorted.
+
+    Raises:
+        InputError: A link leads to nothing, or to a folder that contains it.
+    """
+    files: list[Path] = []
+    folders = [(folder, frozenset([folder.resolve()]))]
+    while folders:
+        current, outer_folders = folders.pop()
+        for path in current.iterdir():
+            check_link(path)
+            if path.is_dir():
+                target = path.resolve()
+                if target in outer_folders:
+                    why = f"is a link to {target}, which contains it"
+                    raise InputError(f"{path}", None, why, "remove the link")
+                folders.append((path, outer_folders | {target}))
+            elif path.is_file():
+                files.append(path)
+    return sorted(files)
+
+
 def _read_network(file: Path, dit: DitFiles) -> dict[str, TensorInfo]:
-    """Read the tensors of a file; refuse a file that does not have all tensors of `dit`."""
+    """Reads the tensors of a file; refuses a file that does not have all tensors of `dit`."""
     tensors = read_headers(check_file_complete(file), rename_dit_to_official, "dit")
     selected = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
     for name in selected.keys() | dit.tensors.keys():
@@ -146,7 +170,7 @@ def _choose_dtype(name: str, stored: torch.dtype) -> torch.dtype:
 
 
 def _convert_file(path: Path, tensors: dict[str, TensorInfo], label: str, official: bool) -> None:
-    """Write a file of converted weights under official names or the stored names."""
+    """Writes a file of converted weights under official names or the stored names."""
     sources = open_sources(tensors)
     names = {name: name if official else info.name for name, info in tensors.items()}
     form = {
@@ -166,7 +190,7 @@ def _convert_file(path: Path, tensors: dict[str, TensorInfo], label: str, offici
 
 
 def _make_index(file: Path, folder: Path) -> str:
-    """Return the index with the total size of its files, which must exist."""
+    """Returns the index with the total size of its files, which must exist."""
     index = read_json(file)
     headers = [read_safetensors_header(folder / name) for name in set(index["weight_map"].values())]
     total = sum(info.nbytes for header in headers for info in header.values())
@@ -184,7 +208,7 @@ def _link_file(file: Path, target: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Convert a checkpoint; return 0, 2 if the request is refused or 130 if interrupted."""
+    """Converts a checkpoint; returns 0, 2 if the request is refused or 130 if interrupted."""
     parser = Parser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--ckpt_dir", required=True, type=Path, help="a checkpoint folder")
     for name in NETWORKS:
@@ -211,4 +235,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that unfinished files are removed
-    sys.exit(main())
+    sys.exit(run_program(main))

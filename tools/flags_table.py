@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write the documents' tables that are generated from tables of the package.
+"""Writes the documents' tables that are generated from tables of the package.
 
     python tools/flags_table.py
 
@@ -33,7 +33,7 @@ Row = tuple[str, ...]
 
 
 def list_flags() -> Iterable[Row]:
-    """Yield a row for each flag, in the order of `--help`."""
+    """Yields a row for each flag, in the order of `--help`."""
     yield "Flag", "Meaning", "Python", "diffusers", "in records"
     for title, kinds in GROUPS.items():
         yield f"**{title}**", "", "", "", ""
@@ -52,7 +52,7 @@ def list_flags() -> Iterable[Row]:
 
 
 def list_kernels() -> Iterable[Row]:
-    """Yield a row for each dense kernel that a flag selects."""
+    """Yields a row for each dense kernel that a flag selects."""
     yield "Flag", "Value", "Devices", "Computes in", "Log-sum-exp", "Packages"
     for row in DENSE_KERNELS.values():
         devices = [d.upper() if d != "cuda" else "GPU" for d in row.factories if d != "npu"]
@@ -69,7 +69,7 @@ def list_kernels() -> Iterable[Row]:
 
 
 def list_lora_namings() -> Iterable[Row]:
-    """Yield a row of prefix and suffixes of layer names for each naming of LoRA files."""
+    """Yields a row of prefix and suffixes of layer names for each naming of LoRA files."""
     yield "Written by", "Before the layer's name", "After it"
     for row in NAMINGS:
         prefix = f"`{row.prefix}`" if row.prefix else ""
@@ -81,7 +81,7 @@ def list_lora_namings() -> Iterable[Row]:
 
 
 def list_lora_kinds() -> Iterable[Row]:
-    """Yield a row for each kind of adapter: what is computed, or that it is refused."""
+    """Yields a row for each kind of adapter: what is computed, or that it is refused."""
     yield "Kind", "Merged: added to W", "With kept FP8 or GGUF weights"
     for kind in KINDS:
         yield kind.name, f"{kind.merged}", kind.separate
@@ -112,7 +112,7 @@ _FILE_KINDS = (  # kind of file, and the case of the tests whose sentence it get
 
 
 def list_file_kinds() -> Iterable[Row]:
-    """Yield a row for each kind of file that is refused, with its sentence."""
+    """Yields a row for each kind of file that is refused, with its sentence."""
     yield "Kind of file", "Sentence"
     text = _SENTENCES.read_text(encoding="utf-8")
     for kind, table, case in _FILE_KINDS:
@@ -122,7 +122,7 @@ def list_file_kinds() -> Iterable[Row]:
 
 
 def list_adapter_kinds() -> Iterable[Row]:
-    """Yield a row for each kind of adapter that PEFT and LyCORIS write."""
+    """Yields a row for each kind of adapter that PEFT and LyCORIS write."""
     yield "Library", "Kind", "Largest difference from its merge, of the largest change"
     for row in json.loads((DOCS / "results" / "adapter_kinds.json").read_text())["results"]:
         refusal = re.search(r"\(([^()]+)\), which is not supported|has (\w+)", row["text"])
@@ -149,13 +149,13 @@ TABLES: dict[tuple[str, str], Callable[[], Iterable[Row]]] = {
 
 
 def _make_markers(title: str) -> tuple[str, str]:
-    """Return the marker lines before and after a table."""
+    """Returns the marker lines before and after a table."""
     begin = f"<!-- {title}: written by tools/flags_table.py -->\n"
     return begin, f"<!-- end of {title} -->\n"
 
 
 def render_page(name: str) -> str:
-    """Return the text of a page with its generated tables between their markers."""
+    """Returns the text of a page with its generated tables between their markers."""
     text = (DOCS / name).read_text(encoding="utf-8")
     for (where, title), rows in TABLES.items():
         if where == name:
@@ -172,7 +172,7 @@ def render_page(name: str) -> str:
 
 
 def _has_markers(file: Path) -> bool:
-    """Return whether a page has the markers of its tables."""
+    """Returns whether a page has the markers of its tables."""
     text = file.read_text(encoding="utf-8")
     titles = [title for where, title in TABLES if where == file.name]
     return all(marker in text for title in titles for marker in _make_markers(title))

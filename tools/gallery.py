@@ -1,4 +1,4 @@
-"""Write an HTML page with the videos of a prompt file's folder.
+"""Writes an HTML page with the videos of a prompt file's folder.
 
     python tools/gallery.py FOLDER [--out PAGE.html]
 
@@ -77,7 +77,7 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
         cards="\n".join(cards),
     )
     with write_output(out, PAGE_KIND) as temporary:
-        temporary.write_text(text, "utf-8")
+        temporary.write_text(text, "utf-8", errors="backslashreplace")  # half a surrogate pair
     return out
 
 
@@ -90,15 +90,20 @@ def _format_card(video: Path, link: Path) -> str:
     width, height = video_info.get("width"), video_info.get("height")
     details = [f"{width}x{height}", f"{video_info.get('frames')} frames"]
     details.append(f"seed {record.get('seed')}")
-    total = sum(duration for duration in seconds.values() if isinstance(duration, int | float))
+    total = sum(duration for duration in seconds.values() if _is_amount(duration))
     details += [f"{total:.1f} s"] if total else []
     joules = power.get("joules")
-    details += [f"{joules:.0f} J"] if isinstance(joules, int | float) else []
+    details += [f"{joules:.0f} J"] if _is_amount(joules) else []
     return _CARD.format(
-        source=quote(link.as_posix()),
+        source=quote(os.fsencode(link.as_posix())),
         prompt=html.escape(str(settings.get("prompt", video.stem))),
         facts=html.escape(" · ".join(details)),
     )
+
+
+def _is_amount(value: object) -> bool:
+    """Whether a value of a record is a number that can be added and printed."""
+    return isinstance(value, int | float) and abs(value) < 1e15
 
 
 def _read_record_section(record: dict[str, Any], name: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Case:
         return "NPU_SIM_SOC" in self.environ
 
     def format_command(self, paths: Mapping[str, Path]) -> str:
-        """Return the command line of the case for a shell."""
+        """Returns the command line of the case for a shell."""
         variables = [f"{name}={text}" for name, text in self.make_variables(paths).items()]
         start = ["torchrun", "--standalone", f"--nproc_per_node={self.ranks}"]
         arguments = self.split_command(paths)
@@ -66,29 +66,29 @@ def tiny(name: str, task: str, layout: str = "official") -> Case:
 
 
 def quick(name: str, arguments: str, ranks: int = 1, **environ: str) -> Case:
-    """Make a case of a small video; a repeated argument replaces the earlier one."""
+    """Makes a case of a small video; a repeated argument replaces the earlier one."""
     return Case(name, f"generate.py {QUICK} {arguments}", ranks, environ)
 
 
 def recipe(name: str, arguments: str, ranks: int = 1) -> Case:
-    """Make a case of a small video whose steps come from a recipe or from --timesteps."""
+    """Makes a case of a small video whose steps come from a recipe or from --timesteps."""
     return Case(name, f"generate.py {SMALL} {arguments}", ranks)
 
 
 def clips(name: str, arguments: str, ranks: int = 1) -> Case:
-    """Make a case of a small video of clips, whose latents cannot be saved."""
+    """Makes a case of a small video of clips, whose latents cannot be saved."""
     return Case(name, f"generate.py {CLIPS} {arguments}", ranks)
 
 
 def lines(fixture: str, task: str, requests: Requests) -> Case:
-    """Make a case of a prompt file, which the fixture "lines" has written."""
+    """Makes a case of a prompt file, which the fixture "lines" has written."""
     flags = f"--task {task} --ckpt_dir $made/{fixture} --prompt_file $made/lines/{fixture}.txt"
     latents = "" if fixture in ("s2v", "animate") else "--save_latents"
     return Case(f"lines-{fixture}", f"generate.py {flags} --save_file $out {latents}")
 
 
 def served(fixture: str, task: str, requests: Requests) -> Case:
-    """Make a case of a service that gets requests over HTTP."""
+    """Makes a case of a service that gets requests over HTTP."""
     program = f"""
 import base64, json, os, socket, subprocess, sys, time, urllib.request, wan
 from pathlib import Path
@@ -126,7 +126,7 @@ with TemporaryDirectory() as folder:
 
 
 def resumed(name: str, arguments: str) -> Case:
-    """Make a case of a video of clips that is killed in the second one and resumed.
+    """Makes a case of a video of clips that is killed in the second one and resumed.
 
     The earlier version is not interrupted.
     """
@@ -149,14 +149,14 @@ generate()
 
 
 def npu(name: str, chip: str, arguments: str, ranks: int = 1) -> Case:
-    """Make a case on simulated NPUs of a chip; both versions use the base's simulation."""
+    """Makes a case on simulated NPUs of a chip; both versions use the base's simulation."""
     few = "--sample_steps 2 --sample_guide_scale 1"
     flags = f"--ckpt_dir $made/npu --device npu --size 112*80 --frame_num 9 {few} {arguments}"
     return quick(name, flags, ranks, NPU_SIM_SOC=chip, **NPU)
 
 
 def python(name: str, call: str, ranks: int = 1) -> Case:
-    """Make a case of the Python classes. call: an expression whose value is the latents."""
+    """Makes a case of the Python classes. call: an expression whose value is the latents."""
     program = f"""
 import os, torch.distributed as dist
 from PIL import Image
@@ -174,7 +174,7 @@ if several: dist.destroy_process_group()
 
 
 def diffusers(name: str, fixture: str, settings: str, ranks: int = 1, **more: str) -> Case:
-    """Make a case of a diffusers pipeline, parallelized with these settings.
+    """Makes a case of a diffusers pipeline, parallelized with these settings.
 
     Args:
         more: `call`: further arguments of the pipeline's call; `cache`: arguments of

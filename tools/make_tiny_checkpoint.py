@@ -1,4 +1,4 @@
-"""Write a complete Wan checkpoint folder with tiny, randomly initialized networks.
+"""Writes a complete Wan checkpoint folder with tiny, randomly initialized networks.
 
 python tools/make_tiny_checkpoint.py --task t2v-A14B --out tiny [--layout diffusers]
 """
@@ -12,7 +12,7 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from wan.app.flag_parser import Parser
-from wan.app.programs import make_argument_type
+from wan.app.programs import make_argument_type, run_program
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer
@@ -20,7 +20,7 @@ from wan.testing.random_checkpoint import DTYPES, WRITERS, make_checkpoint
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the folder; return 0, or 2 if the request is refused."""
+    """Writes the folder; returns 0, or 2 if the request is refused."""
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", required=True, choices=PRESETS)
     parser.add_argument("--out", required=True, type=Path, help="a new or empty folder")
@@ -36,4 +36,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -1,4 +1,4 @@
-"""Check a new device, compare FA_Power_Cap's modes on it, and measure its speed in one command.
+"""Checks a new device, compares FA_Power_Cap's modes on it, and measures its speed in one command.
 
     python tools/measure_device.py [--ranks 8] [--ckpt_dir DIR] [--minutes 25] [--out DIR]
 
@@ -43,6 +43,7 @@ from wan.utils.files import (
     remove_output,
     write_output,
 )
+from wan.utils.text_streams import set_up_text
 
 REPO = Path(__file__).resolve().parent.parent
 _SHARES = {"check": 0.3, "compare": 0.3, "against": 0.25, "mlperf": 0.15}
@@ -235,6 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    set_up_text()
     try:
         with raise_on_sigterm():
             sys.exit(main())

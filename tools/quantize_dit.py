@@ -1,4 +1,4 @@
-"""Quantize the weights of a checkpoint's DiT for mindiesd and --quant_dit_path.
+"""Quantizes the weights of a checkpoint's DiT for mindiesd and --quant_dit_path.
 
     python tools/quantize_dit.py --ckpt_dir Wan2.2-T2V-A14B --out Wan2.2-T2V-A14B-W8A8
 
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from tools.safetensors_stream import stream_safetensors
 from wan.app.flag_parser import Parser
+from wan.app.programs import run_program
 from wan.checkpoint import lora
 from wan.checkpoint.layout import Checkpoint, DitFiles, inspect_checkpoint
 from wan.checkpoint.load import open_sources
@@ -62,7 +63,7 @@ Make = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 def quantize_checkpoint(ckpt_dir: Path, out: Path, *, fa: str | None = None, **loras: Any) -> Path:
-    """Write the folder `out` and return it.
+    """Writes the folder `out` and returns it.
 
     Args:
         fa: None, or "fp8" for FP8 attention.
@@ -89,7 +90,7 @@ def quantize_checkpoint(ckpt_dir: Path, out: Path, *, fa: str | None = None, **l
 
 
 def _read_loras(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
-    """Read each network's LoRAs; refuse a LoRA that changes weights outside the export."""
+    """Reads each network's LoRAs; refuses a LoRA that changes weights outside the export."""
     loras = lora.resolve_loras(read_settings(settings), checkpoint)
     for network_lora in (
         network_lora for network_loras in loras.values() for network_lora in network_loras
@@ -108,7 +109,7 @@ def _read_loras(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str
 
 
 def _make_rotation(dit: DitFiles) -> Tensor:
-    """Make mindiesd's rotation of queries and keys, in the dtype of its product."""
+    """Makes mindiesd's rotation of queries and keys, in the dtype of its product."""
     try:
         return make_hadamard_rotation(
             dit.config["dim"] // dit.config["num_heads"], dtype=torch.bfloat16
@@ -152,7 +153,7 @@ def _write_export(
 
 @contextmanager
 def _refuse_unreadable(folder: Path) -> Iterator[None]:
-    """Turn errors of reading into refusals; errors of writing stay OSError."""
+    """Turns errors of reading into refusals; errors of writing stay OSError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -183,7 +184,7 @@ def _parse_folder(raw: str) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Quantize a checkpoint; return 0, 2 if the request is refused or 130 if interrupted."""
+    """Quantizes a checkpoint; returns 0, 2 if the request is refused or 130 if interrupted."""
     parser = Parser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--ckpt_dir", required=True, type=_parse_folder, help="a checkpoint folder")
     parser.add_argument("--out", required=True, type=_parse_folder, help="a new or empty folder")
@@ -208,4 +209,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that unfinished files are removed
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -37,7 +37,7 @@ I2V_PROMPT = "a large yellow star moves left on a brown background"
 
 
 def generate_video(task: str, prompt: str, video: Path, processes: int, comm_type: int) -> None:
-    """Make one video with a task's script; CalledProcessError if it fails."""
+    """Makes one video with a task's script; CalledProcessError if it fails."""
     demo = REPO / "examples" / "demo" / f"{task}-A14B"
     command = ["bash", REPO / f"infer_{task}.sh", "--ckpt_dir", demo, "--base_seed", "1"]
     command += ["--prompt", prompt, "--save_file", video]

@@ -21,7 +21,7 @@ _SIZES = {torch.int8: ("I8", 1), torch.float32: ("F32", 4), torch.bfloat16: ("BF
 def stream_safetensors(
     path: Path, specs: TensorSpecs, tensors: Iterable[tuple[str, Tensor]], label: str
 ) -> None:
-    """Write a safetensors file; the header comes first, so all tensors of `specs` must follow.
+    """Writes a safetensors file; the header comes first, so all tensors of `specs` must follow.
 
     The header is padded to a multiple of 64 bytes. Within a dtype, tensors whose size is a multiple
     of 64 bytes come first, so that large tensors are aligned and can be used memory-mapped. Wider

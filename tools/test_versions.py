@@ -35,23 +35,23 @@ REPORT = make_marked_kind("a report of pytest", b"<testsuites")
 
 
 def _parse_processes(name: str, raw: str) -> str:
-    """Parse "auto" or a number of processes."""
+    """Parses "auto" or a number of processes."""
     return raw if raw == "auto" else str(integer(1, 1000)(name, raw))
 
 
 def make_requirements(which: str) -> str:
-    """Return the text of all requirements; for "oldest" with "==A" instead of ">=A,<B"."""
+    """Returns the text of all requirements; for "oldest" with "==A" instead of ">=A,<B"."""
     text = "\n".join(file.read_text() for file in FILES)
     return RANGE.sub(r"\1==\2", text) if which == "oldest" else text
 
 
 def list_packages() -> list[str]:
-    """Return the names of all packages that have a range."""
+    """Returns the names of all packages that have a range."""
     return sorted({name for file in FILES for name, _ in RANGE.findall(file.read_text())})
 
 
 def install_environment(which: str, folder: Path) -> Path:
-    """Install the packages into an environment; return its Python."""
+    """Installs the packages into an environment; returns its Python."""
     kinds = {"requirements.txt": REQUIREMENTS, "tests.xml": REPORT}
     check_output_folder(folder, kinds, "--folder")
     python = folder / "bin" / "python"
@@ -66,7 +66,7 @@ def install_environment(which: str, folder: Path) -> Path:
 
 
 def run_tests(python: Path, folder: Path, processes: str) -> dict[str, int]:
-    """Run the tests; return the numbers of passed, failed and skipped tests."""
+    """Runs the tests; returns the numbers of passed, failed and skipped tests."""
     report = folder / "tests.xml"
     remove_output(report, REPORT)
     options = ["-m", "not slow", "-n", processes, "--dist", "loadgroup", f"--junitxml={report}"]

@@ -26,7 +26,7 @@ from tools.make_cases import (
 
 A2, A5 = "220", "260"
 MAY_DIFFER: dict[str, str] = {}
-"""Name of a case -> why its result is not the base's. The base is e1a141d: versions before it lack
+"""Name of a case -> why its result is not the base's. The base is 0d6978b7: versions before it lack
 some tasks."""
 
 LARGE = "width=144, height=144, num_frames=13"
@@ -78,7 +78,7 @@ QUANTIZE = "tools/quantize_dit.py"
 NPU_FILES = """
 from pathlib import Path
 from tests.npu_sim import checkpoint
-checkpoint.make(Path("$made/npu"))
+checkpoint.make_rig_checkpoint(Path("$made/npu"))
 """
 
 LORA_FILES = """

@@ -10,7 +10,8 @@ take the official keywords and those of the command line (`wan.settings.fields.O
 Differences from the official classes: networks are loaded when first needed. With
 `offload_model=True`, the official default, every network is released after its stage and read again
 by the next call. False keeps the networks that fit, "cpu" keeps them in host memory, and "block"
-runs networks that do not fit (docs/memory.md). `generate_many` generates many videos.
+runs networks that do not fit (docs/memory.md). `generate_many` generates many videos. Both show
+progress bars, unless `progress=False`.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ _MODULES = {
     "WanVace": "vace",
     "save_video": "media.video_writer",
 }
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from wan.utils.text_streams import set_up_text
+
 
 def run_command_line() -> int:
     """Runs `wan.cli.main.main`; prints one sentence if its import is interrupted."""
+    set_up_text()
     try:
         from wan.cli.main import main
     except KeyboardInterrupt:

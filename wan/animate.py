@@ -6,7 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from wan.app.python_api import UNGUIDED, DefaultFloat, DefaultInt, DefaultStr, Generator, GuideScale
+from wan.app.python_api import (
+    UNGUIDED,
+    DefaultFloat,
+    DefaultInt,
+    DefaultStr,
+    Generator,
+    GuideScale,
+    Result,
+)
 from wan.settings.execution import Offload
 from wan.settings.presets import EXAMPLE_PROMPTS
 
@@ -42,8 +50,9 @@ class WanAnimate(Generator):
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         output_type: str = "pt",
+        progress: bool = True,
         **settings: Any,
-    ) -> Tensor | None:
+    ) -> Result:
         """Generates one video, in clips; see `WanT2V.generate`.
 
         Args:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wan.app.python_api import DefaultFloat, DefaultInt, DefaultStr, Generator, GuideScale
+from wan.app.python_api import DefaultFloat, DefaultInt, DefaultStr, Generator, GuideScale, Result
 from wan.settings.execution import Offload
 
 _GUIDANCE = DefaultFloat(3.0)
@@ -44,8 +44,9 @@ class WanAnimate2(Generator):
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         output_type: str = "pt",
+        progress: bool = True,
         **settings: Any,
-    ) -> Tensor | None:
+    ) -> Result:
         """Generates one video, in clips; see `WanT2V.generate`.
 
         Args:

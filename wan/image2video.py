@@ -6,7 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from wan.app.python_api import GUIDANCE, DefaultFloat, DefaultInt, DefaultStr, Generator, GuideScale
+from wan.app.python_api import (
+    GUIDANCE,
+    DefaultFloat,
+    DefaultInt,
+    DefaultStr,
+    Generator,
+    GuideScale,
+    Result,
+)
 from wan.settings.execution import Offload
 
 
@@ -43,8 +51,9 @@ class WanI2V(Generator):
         num_repeat: int | None = None,
         motion_latent: Tensor | None = None,
         output_type: str = "pt",
+        progress: bool = True,
         **settings: Any,
-    ) -> Tensor | None:
+    ) -> Result:
         """Generates one video that starts from an image; see `WanT2V.generate`.
 
         Args:

@@ -6,7 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from wan.app.python_api import GUIDANCE, DefaultFloat, DefaultInt, DefaultStr, Generator, GuideScale
+from wan.app.python_api import (
+    GUIDANCE,
+    DefaultFloat,
+    DefaultInt,
+    DefaultStr,
+    Generator,
+    GuideScale,
+    Result,
+)
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload
 
@@ -49,8 +57,9 @@ class WanS2V(Generator):
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         output_type: str = "pt",
+        progress: bool = True,
         **settings: Any,
-    ) -> Tensor | None:
+    ) -> Result:
         """Generates one video, in clips, that is driven by audio; see `WanT2V.generate`.
 
         Args:

@@ -6,7 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from wan.app.python_api import GUIDANCE, DefaultFloat, DefaultInt, DefaultStr, Generator, GuideScale
+from wan.app.python_api import (
+    GUIDANCE,
+    DefaultFloat,
+    DefaultInt,
+    DefaultStr,
+    Generator,
+    GuideScale,
+    Result,
+)
 from wan.settings.execution import Offload
 
 
@@ -46,8 +54,9 @@ class WanT2V(Generator):
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         output_type: str = "pt",
+        progress: bool = True,
         **settings: Any,
-    ) -> Tensor | None:
+    ) -> Result:
         """Generates one video.
 
         Args:
@@ -67,6 +76,7 @@ class WanT2V(Generator):
             prompt_embeds: Prompt embeddings [length, text_dim], used instead of the prompt.
             negative_prompt_embeds: Embeddings [length, text_dim] of the negative prompt.
             output_type: "pt": the video; "latent": its latents.
+            progress: Show progress bars, on rank 0 only.
             **settings: Other command-line flags of a video, by their names (docs/cli.md), such as
                 src_video and strength (docs/video2video.md).
 

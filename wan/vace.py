@@ -6,7 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from wan.app.python_api import GUIDANCE, DefaultFloat, DefaultInt, DefaultStr, Generator, GuideScale
+from wan.app.python_api import (
+    GUIDANCE,
+    DefaultFloat,
+    DefaultInt,
+    DefaultStr,
+    Generator,
+    GuideScale,
+    Result,
+)
 from wan.settings.execution import Offload
 
 
@@ -43,14 +51,16 @@ class WanVace(Generator):
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         output_type: str = "pt",
+        progress: bool = True,
         **settings: Any,
-    ) -> Tensor | None:
+    ) -> Result:
         """Generates one video; see `WanT2V.generate`.
 
         Args:
             input_prompt: Description of the video.
             src_video: A video to edit, or a control video (depth, pose, ...).
-            src_mask: A mask video of the same size and length, white where pixels are generated.
+            src_mask: A mask video of the same size and length, or an image for all frames; white
+                where pixels are generated.
             src_ref_images: A reference image or a list; each like `img` of `WanI2V.generate`.
             size: (width, height) in pixels; with `src_video` only its area is used.
             frame_num: 4n+1; by default at most the number of frames of `src_video`.

@@ -37,6 +37,7 @@ from wan.settings.errors import InputError, WriteError, get_exit_code
 from wan.settings.values import integer, read_path, real
 from wan.utils import system
 from wan.utils.files import check_output, make_json_kind, make_marked_kind, write_output
+from wan.utils.text_streams import set_up_text
 
 _DRIVER = "benchmarks.mlperf.driver"
 _TITLE = "# MLPerf-shaped, not a submission"
@@ -253,6 +254,7 @@ def run_workload(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    set_up_text()
     try:
         sys.exit(run_workload(sys.argv[1:]))
     except (InputError, WriteError) as error:

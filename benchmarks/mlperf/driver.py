@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mlperf_loadgen as loadgen
-
 from benchmarks.mlperf import rules
 from benchmarks.mlperf.rules import Workload
 from wan.app import failures, launch, resolve
@@ -31,6 +29,14 @@ from wan.app.run import Run
 from wan.settings.errors import get_exit_code
 from wan.utils import log
 from wan.utils.files import VIDEO_KIND, check_output, is_output, make_json_kind, write_output
+from wan.utils.text_streams import set_up_text
+
+try:
+    import mlperf_loadgen as loadgen
+except ModuleNotFoundError as error:
+    from wan.app.programs import exit_without_package
+
+    exit_without_package(error)
 
 if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
@@ -252,11 +258,14 @@ def run_mode(argv: list[str]) -> int:
         return 0
     arguments = [*workload.make_flags(), "--save_file", str(options.out / "video.mp4"), *flags]
     return launch.execute_run(
-        partial(parse_flags, arguments), partial(_run_rank, options, workload)
+        partial(parse_flags, arguments),
+        partial(_run_rank, options, workload),
+        program="benchmarks.mlperf",
     )
 
 
 if __name__ == "__main__":
+    set_up_text()
     try:
         with failures.raise_on_sigterm():
             log.set_up_logging()
@@ -264,5 +273,5 @@ if __name__ == "__main__":
     except BaseException as error:
         if (sentence := failures.describe_error(error)) is None:
             raise
-        failures.print_error(sentence, "benchmarks.mlperf")
+        failures.print_error_once(sentence, "benchmarks.mlperf")
         sys.exit(get_exit_code(error))

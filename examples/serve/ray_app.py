@@ -1,14 +1,19 @@
-"""Run several `python -m wan.serve` services as one Ray Serve application.
+"""Runs several `python -m wan.serve` services as one Ray Serve application.
 
     pip install "ray[serve]" -r requirements-serve.txt
     serve run examples.serve.ray_app:build replicas=2    # the demo, on this machine
     serve run examples.serve.ray_app:build replicas=4 ranks=8 devices=GPU journal=/shared/videos \
+        api_key=key.txt \
         flags="--ckpt_dir /shared/Wan2.2-T2V-A14B --ulysses_size 8 --comm_type 1"
 
 A replica is one group of ranks with one service: all its devices are on one machine (STRICT_PACK),
 and its journal is a folder that every machine can access. Ray restarts an ended replica with the
 same name and journal, so that its jobs continue. New jobs go to the replica whose queue will be
 empty first; requests about a job go to the replica named in the job's id.
+
+Requests need the key in the file `api_key`, as with `python -m wan.serve --api_key`. By default the
+file is JOURNAL/key, which is written at the first start. A list of all videos names the replicas
+that do not answer in `missing`.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import fcntl
+import os
 import re
 import secrets
 import shlex
@@ -26,17 +32,26 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-import aiohttp
-import ray
-from ray import serve
-from ray.util import get_node_ip_address
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+try:
+    import aiohttp
+    import ray
+    from ray import serve
+    from ray.util import get_node_ip_address
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from yarl import URL
+except ModuleNotFoundError as error:
+    from wan.app.programs import exit_without_package
+
+    exit_without_package(error)
+
 
 _OF_JOB = re.compile(r"/v1/videos/video_(r\d+)_")
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding"}  # headers not forwarded
-_OF_FRONT = _OF_CONNECTION | {"host", "content-length", "authorization", "x-forwarded-host"}
+_OF_FRONT = _OF_CONNECTION | {"host", "x-forwarded-host"}
+_QUICK = aiohttp.ClientTimeout(5)  # seconds in which a replica must answer a list or /health
 
 
 class Addresses:
@@ -53,12 +68,12 @@ class Addresses:
 
 
 def _end_with_parent() -> None:
-    """Make the kernel send SIGTERM to this process when the replica's process ends."""
+    """Makes the kernel send SIGTERM to this process when the replica's process ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _find_unused_name(root: Path, count: int, first: int) -> str:
-    """Return a name whose journal no service has locked.
+    """Returns a name whose journal no service has locked.
 
     If two replicas take the same name, one of them fails and is restarted.
     """
@@ -86,7 +101,7 @@ class Replica:
         secret.write_text(key)
         command = [sys.executable, "-m", "wan.serve", "--host", host, "--port", str(port)]
         command += ["--name", self._name, "--journal", str(folder), "--api_key", str(secret)]
-        # Only the fronts, on any node, have the key.
+        # The fronts may be on any node. No page can set the header of proxies.
         command += ["--trusted_proxy", "0.0.0.0/0", "--trusted_proxy", "::/0"]
         command += ["--ranks", str(settings["ranks"]), "--", *shlex.split(settings["flags"])]
         self._service = subprocess.Popen(command, preexec_fn=_end_with_parent)
@@ -95,7 +110,7 @@ class Replica:
         ray.get(addresses.put.remote(self._name, self._url))
 
     async def check_health(self) -> None:
-        """Raise if the service has ended: Ray then replaces this replica.
+        """Raises if the service has ended: Ray then replaces this replica.
 
         The service itself restarts lost ranks.
         """
@@ -118,62 +133,99 @@ async def _is_answering(url: str) -> bool:
 
 
 class Front:
-    """Forwards requests to replicas. It is stateless, so several may run."""
+    """Forwards requests to replicas, with the client's key, which the services check.
 
-    def __init__(self, key: str, addresses: Any, replicas: Any) -> None:
-        """Open the client session.
+    It is stateless, so several may run.
+    """
+
+    def __init__(self, count: int, addresses: Any, replicas: Any) -> None:
+        """Opens the client session.
 
         Args:
+            count: Number of replicas.
             replicas: Handle of the replicas; Ray starts them before this and ends them with it.
         """
+        self._names = sorted(f"r{number}" for number in range(count))
         self._addresses, self._replicas = addresses, replicas
-        self._client = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {key}"}, timeout=aiohttp.ClientTimeout(None)
-        )
+        self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None))
 
     async def __call__(self, request: Request) -> Response:
+        # `request.url` is built from the header Host, which may change its path.
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+        if not path.startswith("/"):  # it would change the host to which the request is forwarded
+            return _make_error_response(
+                "The request target must be a path.", 400, "invalid_request"
+            )
+        path = path.rstrip("/") or "/"
         urls = await self._addresses.all.remote()
         try:
-            if request.method == "GET" and request.url.path == "/v1/videos":
-                return await self._list_jobs(urls, dict(request.query_params))
-            return await self._forward_request(urls, request)
+            if request.method == "GET" and path == "/v1/videos":
+                return await self._list_jobs(urls, request)
+            return await self._forward_request(urls, request, path)
         except aiohttp.ClientConnectionError:
             return _make_unavailable_response("a replica is being restarted")
 
-    async def _list_jobs(self, urls: dict[str, str], query: dict[str, str]) -> Response:
-        """List the jobs of all replicas in the order of their names, one page from the cursor."""
+    async def _list_jobs(self, urls: dict[str, str], request: Request) -> Response:
+        """Lists the jobs of all replicas in the order of their names, one page from the cursor.
+
+        Replicas that do not answer, such as those that are being restarted, are named in the page.
+        """
+        query = dict(request.query_params)
         cursor = _OF_JOB.match(f"/v1/videos/{query.get('after', '')}")
-        jobs, limit = list[dict[str, Any]](), query.get("limit", "20")
-        names = sorted(name for name in urls if cursor is None or name >= cursor[1])
+        jobs, missing, limit = list[dict[str, Any]](), list[str](), query.get("limit", "20")
+        names = [name for name in self._names if cursor is None or name >= cursor[1]]
         for name in names:
             remaining = limit if not jobs else str(int(limit) - len(jobs))
-            url = f"{urls[name]}/v1/videos"
-            async with self._client.get(url, params=query | {"limit": remaining}) as answer:
-                if answer.status != 200:
-                    return Response(await answer.read(), answer.status, _copy_headers(answer))
-                page = await answer.json()
-            jobs += page["data"]
+            answer = await self._read_page(urls.get(name), query | {"limit": remaining}, request)
             query.pop("after", None)  # a cursor of this replica only
-            if len(jobs) >= int(limit):
-                return _make_page(jobs, page["has_more"] or name != names[-1])
-        return _make_page(jobs, False)
+            if answer is None:
+                missing.append(name)
+            elif isinstance(answer, Response):
+                return answer
+            else:
+                jobs += answer["data"]
+                if len(jobs) >= int(limit):
+                    return _make_page(jobs, answer["has_more"] or name != names[-1], missing)
+        if missing == names:
+            return _make_unavailable_response("no replica is reachable")
+        return _make_page(jobs, False, missing)
 
-    async def _forward_request(self, urls: dict[str, str], request: Request) -> Response:
-        of_job = _OF_JOB.match(request.url.path)
+    async def _read_page(
+        self, url: str | None, query: dict[str, str], request: Request
+    ) -> dict[str, Any] | Response | None:
+        """Returns a replica's page of its jobs, its refusal, or None if it does not answer."""
+        if url is None:
+            return None
+        headers = {"Authorization": request.headers.get("authorization", "")}
+        try:
+            async with self._client.get(
+                f"{url}/v1/videos", params=query, headers=headers, timeout=_QUICK
+            ) as answer:
+                if answer.status == 200:
+                    return dict(await answer.json())
+                if answer.status >= 500:
+                    return None
+                return Response(await answer.read(), answer.status, _copy_headers(answer))
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+
+    async def _forward_request(self, urls: dict[str, str], request: Request, path: str) -> Response:
+        of_job = _OF_JOB.match(path)
         name = of_job[1] if of_job else await self._find_soonest_replica(urls)
         if name not in urls:
             return _make_unavailable_response("no replica is reachable")
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _OF_FRONT}
         headers["X-Forwarded-Host"] = request.headers.get("host", "")
-        url, body = f"{urls[name]}{request.url.path}", await request.body()
-        answer = await self._client.request(
-            request.method, url, params=request.query_params, data=body, headers=headers
-        )
+        query = request.scope["query_string"].decode("latin-1")
+        url = URL(f"{urls[name]}{quote(path)}?{query}", encoded=True)
+        has_body = {"content-length", "transfer-encoding"} & {*request.headers}
+        body = request.stream() if has_body else None  # refused bodies are not held in memory
+        answer = await self._client.request(request.method, url, data=body, headers=headers)
         content = answer.content.iter_chunked(1 << 16)
         return StreamingResponse(content, answer.status, _copy_headers(answer))
 
     async def _find_soonest_replica(self, urls: dict[str, str]) -> str:
-        """Return the healthy replica whose queue will be empty first; "" without replicas."""
+        """Returns the healthy replica whose queue will be empty first; "" without replicas."""
         backlogs = dict(
             zip(urls, await asyncio.gather(*map(self._read_backlog, urls.values())), strict=True)
         )
@@ -181,11 +233,11 @@ class Front:
 
     async def _read_backlog(self, url: str) -> tuple[bool, float, int]:
         try:
-            async with self._client.get(f"{url}/health") as answer:
+            async with self._client.get(f"{url}/health", timeout=_QUICK) as answer:
                 health = await answer.json()
                 busy = health["queued"] + health["running"]  # the measure until a job was timed
                 return answer.status != 200, health["seconds_ahead"], busy
-        except aiohttp.ClientError:
+        except (aiohttp.ClientError, TimeoutError):
             return True, float("inf"), 0
 
 
@@ -194,23 +246,45 @@ def _copy_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
 
 
 def _make_unavailable_response(why: str) -> Response:
-    error = {"message": f"Try later: {why}.", "type": "server_error", "code": "replica_away"}
-    return JSONResponse({"error": error}, 503, {"Retry-After": "5"})
+    answer = _make_error_response(f"Try later: {why}.", 503, "replica_away")
+    answer.headers["Retry-After"] = "5"
+    return answer
 
 
-def _make_page(jobs: list[dict[str, Any]], more: bool) -> Response:
+def _make_error_response(message: str, status: int, code: str) -> Response:
+    error_type = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": error_type, "code": code}}, status)
+
+
+def _make_page(jobs: list[dict[str, Any]], more: bool, missing: list[str]) -> Response:
     first, last = (jobs[index]["id"] if jobs else None for index in (0, -1))
-    ends = {"has_more": more, "first_id": first, "last_id": last}
+    ends = {"has_more": more, "first_id": first, "last_id": last, "missing": missing}
     return JSONResponse({"object": "list", "data": jobs, **ends})
 
 
+def _read_key(settings: dict[str, str]) -> str:
+    """Returns the API key of the file `api_key`, or of JOURNAL/key, which is written if missing."""
+    path = Path(settings["api_key"] or f"{settings['journal']}/key").absolute()
+    if not settings["api_key"]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            os.write(file, secrets.token_hex(16).encode())
+            os.close(file)
+    key = path.read_text().strip()
+    if len(key) < 16:
+        raise ValueError(f"{path} holds a key of {len(key)} characters; give at least 16.")
+    print(f"Requests need the API key in {path}.")
+    return key
+
+
 def build(arguments: dict[str, str]) -> Any:
-    """Make the application from replicas, ranks (per replica), devices, journal and flags.
+    """Makes the application; arguments: replicas, ranks, devices, journal, api_key and flags.
 
     devices is "GPU", "NPU" or "" (none).
     """
     settings = {"replicas": "1", "ranks": "1", "devices": "", "journal": "videos", "flags": ""}
-    settings |= arguments
+    settings |= {"api_key": "", **arguments}
     bundle = {"CPU": 1.0}
     if settings["devices"]:
         bundle |= {settings["devices"]: float(settings["ranks"])}
@@ -220,7 +294,7 @@ def build(arguments: dict[str, str]) -> Any:
     addresses = registry.options(
         name="wan-addresses", lifetime="detached", get_if_exists=True
     ).remote()
-    key = secrets.token_hex(16)
+    key = _read_key(settings)
     replicas: Any = serve.deployment(
         Replica,
         num_replicas=int(settings["replicas"]),
@@ -233,4 +307,5 @@ def build(arguments: dict[str, str]) -> Any:
     passing: Any = serve.deployment(
         Front, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=1000
     )
-    return passing.bind(key, addresses, replicas.bind(settings, key, addresses))
+    replica_handle = replicas.bind(settings, key, addresses)
+    return passing.bind(int(settings["replicas"]), addresses, replica_handle)

@@ -207,7 +207,7 @@ def test_images(tiny: Tiny, tmp_path: Path, refusals: Refusals) -> None:
     for kind, write in IMAGES.items():
         write(tmp_path / f"{kind}.png")
         cases[kind] = [*start, f"{kind}.png"]
-    refusals("images", cases)
+    refusals("images", cases, plans=True)
 
 
 HIGH = "high_noise_model"
@@ -346,31 +346,7 @@ def test_broken_checkpoints(tiny: Tiny, tmp_path: Path, refusals: Refusals) -> N
         shutil.copytree(tiny("t2v-A14B"), folder)
         damage(folder)
         cases[name] = ["--ckpt_dir", folder.name]
-    refusals("broken checkpoints", cases)
-
-
-IN_PLANS = (
-    "config of",
-    "config with",
-    "VAE",
-    "text encoder",
-    "expert",
-    "shard",
-    "second expert",
-    "unknown dtype",
-)
-
-
-def test_plans_of_broken_checkpoints(tiny: Tiny, tmp_path: Path, refusals: Refusals) -> None:
-    """What a run refuses because of its networks; a plan needs no VAE and text encoder."""
-    cases = {}
-    for number, (name, damage) in enumerate(BROKEN.items()):
-        if name.startswith(IN_PLANS) and not name.endswith(("VAE missing", "encoder missing")):
-            folder = tmp_path / str(number)
-            shutil.copytree(tiny("t2v-A14B"), folder)
-            damage(folder)
-            cases[name] = ["--ckpt_dir", folder.name, "--plan"]
-    refusals("plans of broken checkpoints", cases)
+    refusals("broken checkpoints", cases, plans=True)
 
 
 def test_folders_of_other_tasks(tiny: Tiny, image_path: Path, refusals: Refusals) -> None:
@@ -403,6 +379,8 @@ RECORDS = {
         f"{alias} twice": json.dumps({"settings": {alias: 1, name: 1}})
         for alias, name in FLAG_ALIASES.items()
     },
+    "a setting twice": '{"settings": {"sample_steps": 4, "sample_steps": 4}}',
+    "two sections": '{"settings": {"sample_steps": 4}, "settings": {}}',
 }
 
 

@@ -302,6 +302,28 @@ def test_compiled_blocks_give_the_same_latents(tiny, tmp_path: Path) -> None:
     torch.testing.assert_close(eager, compiled, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(("folder", "flags"), [("shared", ["--compile"]), ("file/new", [])])
+def test_a_compiler_cache_that_cannot_be_used(
+    folder: str, flags: list[str], tiny, tmp_path: Path
+) -> None:
+    """--compile computes eagerly then, and one sentence says so; without it nothing is said."""
+    (tmp_path / "file").touch()
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    cache = tmp_path / folder
+    argv = ["--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, *flags]
+    result = subprocess.run(
+        [sys.executable, REPO / "generate.py", *argv, "--save_file", tmp_path / "v.mp4"],
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if str(cache) in line]
+    assert len(lines) == len(flags) and all("TORCHINDUCTOR_CACHE_DIR" in line for line in lines)
+    assert not [*(tmp_path / "shared").iterdir()]
+
+
 def test_help_begins_with_the_flags_of_every_day(capfd) -> None:
     with pytest.raises(SystemExit):
         generate.main(["--help"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Refusals
+from tests.conftest import Refusals, Tiny
 from tests.dist import GENERATE, torchrun
+from tests.tasks.tasks import TASKS
 from wan.cli import main as generate
 
 HD = ["--size", "1280*720", "--frame_num", "81"]
@@ -72,6 +74,47 @@ BAD = {
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals) -> None:
     monkeypatch.chdir(tmp_path)
     refusals("plans", {case: [*REAL, *argv] for case, argv in BAD.items()})
+
+
+OWN_NETWORKS = {"VAE": "*[vV][aA][eE]*", "CLIP": "models_clip*", "audio encoder": "wav2vec2*"}
+"""Networks that differ between tasks, and the names of their files or folders."""
+
+
+def test_a_plan_refuses_what_a_run_refuses(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
+) -> None:
+    """Each kind of task without one of its networks, and files that no run could use."""
+    monkeypatch.chdir(tmp_path)
+    cases: dict[str, list[object]] = {}
+    for name in ("i2v", "ti2v", "first and last", "vace", "s2v", "animate", "animate2"):
+        column, checkpoint = TASKS[name], tiny(TASKS[name].checkpoint)
+        (tmp_path / name).mkdir()
+        inputs = [word for pair in column.inputs(tmp_path / name).items() for word in pair]
+        for network, pattern in OWN_NETWORKS.items():
+            for path in checkpoint.rglob(pattern):
+                folder = f"{name} without {network}"
+                ignore = shutil.ignore_patterns(path.name)
+                shutil.copytree(checkpoint, folder, ignore=ignore, copy_function=os.symlink)
+                flags = ["--task", column.checkpoint, *column.flags, *inputs]
+                cases[folder] = [*flags, "--ckpt_dir", folder]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.safetensors").write_text("no weights")
+    good = ["--ckpt_dir", tiny("t2v-A14B")]
+    refusals(
+        "runs and their plans",
+        cases
+        | {
+            "empty folder": ["--ckpt_dir", "empty"],
+            "folder of another task": ["--ckpt_dir", tiny("ti2v-5B")],
+            "LoRA missing": [*good, "--lora_high_noise", "absent.safetensors"],
+            "LoRA that is none": [*good, "--lora_low_noise", "text.safetensors"],
+            "VAE missing": [*good, "--vae", "absent.safetensors"],
+            "VAE of another family": [*good, "--vae", tiny("ti2v-5B") / "Wan2.2_VAE.pth"],
+            "VAE without a folder": ["--vae", "absent.safetensors"],
+            "text encoder without a folder": ["--text_encoder", "text.safetensors"],
+        },
+        plans=True,
+    )
 
 
 @pytest.mark.slow

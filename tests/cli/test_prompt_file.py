@@ -65,6 +65,8 @@ BAD_LINES = [
     '{"lora": ["x"]}',
     '{"colour": "red"}',
     '{"seed": 1, "base_seed": 2}',
+    '{"prompt": "x", "seed": 1, "seed": 1}',
+    '{"prompt": "x", "video_lora": [{"name": "a", "name": "b"}]}',
     '{"size": "17*17"}',
     '{"image": "none.png"}',
     '{"save_file": "x.avi"}',
@@ -154,6 +156,17 @@ def test_videos_are_those_of_single_runs(tiny: Tiny, tmp_path: Path) -> None:
     assert generate.main([*common, *file_argv, "--skip_existing"]) == 1
     after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.mp4")}
     assert after.pop("own.mp4") > times.pop("own.mp4") and after == times
+
+
+def test_a_notice_about_one_line(tiny: Tiny, tmp_path: Path, capfd) -> None:
+    """What is said of all lines is logged once."""
+    path = write_prompts(tmp_path, "a", json.dumps({"prompt": "b", "frame_num": 85}))
+    argv = ["--task", "t2v-1.3B", "--ckpt_dir", str(tiny("t2v-1.3B")), *SMALL]
+    assert generate.main([*argv, "--prompt_file", str(path), "--save_file", str(tmp_path)]) == 0
+    captured = capfd.readouterr()
+    output = captured.out + captured.err
+    assert output.count("Line 2: 85 frames are more than the 81") == output.count("85 frames") == 1
+    assert output.count("16*16 is not a size") == 1
 
 
 def test_a_video_that_cannot_be_written_does_not_end_the_others(

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.conftest import slow
 from tests.distributed import test_runs
 from tests.distributed.test_runs import QUICK
-from tests.gguf_files import make_gguf_folders
+from tools.gguf_files import make_gguf_folders
 from wan.testing.random_checkpoint import make_checkpoint
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("torchrun")]  # it takes no pools

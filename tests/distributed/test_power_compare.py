@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -75,6 +76,7 @@ REFUSED_ARGUMENTS = (
     "--out x --preset huge",
     "--out x --plan few",
     "--out x --preset published --plan 20",
+    "--out x --preset published",
     "--out x -- --comm_type 1",
     "--out x -- --trace y",
     "--out x -- --compile",
@@ -89,6 +91,34 @@ def test_refusals(capfd: pytest.CaptureFixture[str]) -> None:
         assert main(["compare", *arguments.split()]) == 2
         messages[arguments or "nothing"] = capfd.readouterr().err
     check_refusals("power compare", messages, [r"(?<=\().*'published'.*(?=\))"])
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "prefix"),
+    [
+        (["-m", "wan.power"], "compare --plan 64 --out x --preset published", "wan.power: "),
+        slow(["-m", "wan.power"], "compare --out x -- --size 1*1", "wan.power: "),
+        slow(["-m", "wan.power"], "nothing", "wan.power: "),
+        slow([f"{REPO}/benchmarks/vae.py"], "--nothing", "vae.py: "),
+        slow([f"{REPO}/generate.py"], "--nothing", "generate.py: "),
+    ],
+)
+def test_two_ranks_refuse_once(
+    program: list[str], arguments: str, prefix: str, tmp_path: Path
+) -> None:
+    """Under the name of their program."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    process = subprocess.run(
+        [*torchrun, "--nproc_per_node=2", *program, *arguments.split()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, **TORCHRUN},
+        timeout=300,
+    )
+    lines = process.stderr.splitlines()
+    sentences = [line for line in lines if re.match(r"(wan\.power|\w+\.py): ", line)]
+    assert len(sentences) == 1 and sentences[0].startswith(prefix), process.stderr
 
 
 def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:

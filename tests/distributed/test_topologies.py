@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import redirect_stderr
 from dataclasses import replace
 from datetime import timedelta
+from io import StringIO
 from socket import gethostname
 from typing import Any
 from unittest.mock import patch
@@ -172,21 +174,24 @@ def test_python_classes(tiny, one_thread: None) -> None:
     assert torch.equal(rank0_latents, rank1_latents), "ranks have drawn different seeds"
 
 
-def draw_latents(folder: str) -> list[torch.Tensor]:
-    """Make the latents of two calls with random seeds."""
+def draw_latents(folder: str) -> tuple[list[torch.Tensor], str]:
+    """Make the latents of two calls with random seeds; also return the progress bars."""
     import wan
 
     model = wan.WanT2V(wan.configs.WAN_CONFIGS["t2v-A14B"], folder, use_sp=True)
     call = {"size": (32, 32), "frame_num": 1, "sampling_steps": 1, "output_type": "latent"}
-    return [model.generate("a cat", **call, guide_scale=1.0, seed=-1) for _ in range(2)]
+    with redirect_stderr(StringIO()) as bars:
+        latents = [model.generate("a cat", **call, guide_scale=1.0, seed=-1) for _ in range(2)]
+    return latents, bars.getvalue()
 
 
 def test_ranks_of_a_python_class_draw_one_seed(tiny) -> None:
-    """Ranks use the same random seed, and another one for each call."""
-    first, second = dist.run_on_ranks(2, draw_latents, str(tiny("t2v-1.3B")))
+    """Ranks use the same random seed, and another one for each call; rank 0 shows progress."""
+    (first, bars), (second, other_bars) = dist.run_on_ranks(2, draw_latents, str(tiny("t2v-1.3B")))
     for rank0_latents, rank1_latents in zip(first, second, strict=True):
         assert torch.equal(rank0_latents, rank1_latents)
     assert not torch.equal(first[0], first[1])
+    assert "1/1" in bars and not other_bars
 
 
 def collect_refusals(folder: str, image_folder: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals, get_refusal
+from tests.unit.test_settings import CASES
 from wan.cache.policy import BRANCHES, make_policy
 from wan.guidance.guider import make_guider, select_skipped_blocks
 from wan.guidance.nag import NormalizedAttention
@@ -25,6 +26,7 @@ from wan.kernels.forward_context import CrossAttentionGuidance, StepInfo
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.pipeline.denoise import DenoisingLoop
+from wan.settings.guidance import GUIDERS
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
 from wan.settings.step_cache import StepCache
@@ -79,6 +81,34 @@ def test_refused() -> None:
         for name, flags in REFUSED.items()
     }
     check_refusals("guidance", messages)
+
+
+@pytest.mark.parametrize("name", GUIDERS)
+def test_a_guider_leads_from_the_negative_prompt_to_the_prompt(name: str) -> None:
+    """The more, the larger the scale. Between equal branches it changes nothing."""
+    cond, uncond = draw(*SHAPE)
+    small, large = (
+        make_guider(make_params(guider=name)).combine(cond, uncond, scale) for scale in (2.0, 6.0)
+    )
+    change = ((large - small) * (cond - uncond)).sum() / (cond - uncond).pow(2).sum()
+    assert 0 < change < 8
+    assert_close(make_guider(make_params(guider=name)).combine(cond, cond.clone(), 4.0), cond)
+
+
+def test_each_parameter_of_a_guider_changes_its_result() -> None:
+    """With the value of the flag's own test, in the first steps."""
+
+    def run_steps(name: str, **values: Any) -> tuple[int, list[Tensor]]:
+        guider = make_guider(make_params(guider=name, **values))
+        pairs = [draw(*SHAPE, seed=step) for step in range(2)]
+        return guider.num_zero_steps, [guider.combine(*pair, 4.0) for pair in pairs]
+
+    for name, row in GUIDERS.items():
+        num_zero_steps, velocities = run_steps(name)
+        for parameter in row.parameters:
+            other_num, others = run_steps(name, **{parameter: CASES[parameter][1]})
+            same = all(torch.equal(a, b) for a, b in zip(velocities, others, strict=True))
+            assert other_num != num_zero_steps or not same, f"{name} ignores {parameter}"
 
 
 def test_cfg_zero_is_that_of_diffusers() -> None:

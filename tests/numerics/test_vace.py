@@ -285,7 +285,8 @@ def make_diffusers_latents(
         mask=[*map(Image.fromarray, read_frames(Path(paths["src_mask"][0])))]
         if "src_mask" in paths
         else None,
-        reference_images=[Image.open(image_path) for image_path in references] or None,
+        # diffusers puts the last one first, unlike the official code
+        reference_images=[Image.open(image_path) for image_path in references[::-1]] or None,
         conditioning_scale=[0.9, 0.6],
         **(
             {"guidance_scale": 4.0, "guidance_scale_2": 3.0}

@@ -87,6 +87,7 @@ class Jobs:
         method: str | None = None,
         disconnected: asyncio.Event | None = None,
         client: str | None = None,
+        scope: Mapping[str, Any] = {},
         **headers: str,
     ) -> tuple[int, dict[str, str], Any]:
         """Returns status, headers and content.
@@ -95,6 +96,7 @@ class Jobs:
             body: JSON, bytes, or a tuple of bytes that are received one after the other.
             disconnected: Set when the client disconnects.
             client: Address of the client.
+            scope: Entries of the ASGI scope that replace those made from the other arguments.
         """
         parts = body if isinstance(body, tuple) else (body,)
         contents = [x if isinstance(x, bytes) else json.dumps(x).encode() for x in parts]
@@ -104,6 +106,7 @@ class Jobs:
         target, _, query = path.partition("?")
         scope = {
             "type": "http",
+            "root_path": "",
             "method": method or ("GET" if body is None else "POST"),
             "path": target,
             "raw_path": target.encode(),
@@ -113,6 +116,7 @@ class Jobs:
             "server": ("localhost", 80),
             "client": None if client is None else (client, 1),
             "http_version": "1.1",
+            **scope,
         }
         messages: list[Message] = []
         left = range(len(parts) - 1, -1, -1)

@@ -58,7 +58,11 @@ export function byId(id) {
 
 Object.assign(globalThis, {
   document: { getElementById: byId, createElement: (name) => new Element(name), body: new Element("body"), hidden: false },
-  sessionStorage: { getItem: () => null, setItem() {} },
+  sessionStorage: {
+    stored: new Map(),
+    getItem(name) { return this.stored.get(name) ?? null; },
+    setItem(name, text) { this.stored.set(name, text); },
+  },
   IntersectionObserver: class { observe() {} unobserve() {} },
   DataTransfer: class { files = []; items = { add: (file) => this.files.push(file) }; },
   innerWidth: 2000,

@@ -10,9 +10,10 @@ let stream = null, openJobs = [];
 
 globalThis.fetch = async (path, options = {}) => {
   const json = (value, status = 200) => new Response(JSON.stringify(value), { status });
-  if (path === "/health") return json({ status: "ok", queued: 0 });
-  if (path === "/openapi.json") return json(openapi);
-  if (path === "/v1/videos/" + queued.id) return json(completed);
+  assert.match(path, /^(v1\/|health$|openapi.json$)/); // relative, for proxies with a path
+  if (path === "health") return json({ status: "ok", queued: 0 });
+  if (path === "openapi.json") return json(openapi);
+  if (path === "v1/videos/" + queued.id) return json(completed);
   if (path.endsWith("/events")) return new Response(new ReadableStream({ start(c) { stream = c; } }));
   if (options.method === "POST") {
     bodies.push(JSON.parse(options.body));
@@ -22,6 +23,8 @@ globalThis.fetch = async (path, options = {}) => {
   }
   return json({ data: path.includes("queued") ? openJobs : [], has_more: false, last_id: null });
 };
+const stored = { fields: { prompt: "typed before a reload", guider: "apg" }, files: ["src_video"], count: "3" };
+sessionStorage.setItem("form", JSON.stringify(stored));
 await import("./page.js");
 await until(() => byId("usual").children.length);
 
@@ -29,7 +32,18 @@ await until(() => byId("usual").children.length);
 const find = (name) =>
   byId("usual").querySelectorAll("input, textarea").find((input) => input.id === "field-" + name);
 const submit = () => byId("form").dispatchEvent(new Event("submit", { cancelable: true }));
+await until(() => byId("count").value === "3"); // the form of before a reload, with open settings
+assert.equal(find("prompt").value, stored.fields.prompt);
+assert.equal(byId("rest").parentElement.open, true);
+assert.match(byId("message").textContent, /Source video/);
+assert.match(byId("usual").children[0].text, /Prompt .*needed/);
+assert.deepEqual([find("prompt").required, find("src_video").required], [true, false]);
+assert.equal(byId("random").hidden, true);
+byId("form").dispatchEvent(new Event("reset", { cancelable: true }));
+assert.equal(find("prompt").value, "");
 find("prompt").value = queued.prompt;
+byId("form").dispatchEvent(new Event("input"));
+assert.equal(JSON.parse(sessionStorage.getItem("form")).fields.prompt, queued.prompt);
 byId("count").value = "11";
 submit();
 await until(() => byId("message").textContent === refusal.error.message);
@@ -56,14 +70,26 @@ stream.close();
 await until(() => card.text.includes("2 videos"));
 assert.deepEqual(numbers().map((item) => item.disabled), [false, false]);
 numbers()[1].click();
-assert.equal(sources.at(-1), completed.data[1].url + "&variant=thumbnail");
+assert.equal("/" + sources.at(-1), completed.data[1].url + "&variant=thumbnail");
 
-// It is compared once, also after another of its videos was chosen.
+// Two of its videos can be compared, each once.
 const [compared] = card.querySelectorAll("input");
 compared.checked = true;
 compared.onchange();
+compared.onchange();
 numbers()[0].click();
-assert.equal(byId("compare").disabled, true);
+assert.deepEqual([byId("compare").disabled, compared.checked], [true, false]);
+compared.checked = true;
+compared.onchange();
+assert.equal(byId("compare").disabled, false);
+
+// All of them can be downloaded.
+const download = card.querySelectorAll("button").find((item) => item.textContent === "Download all");
+const before = sources.length;
+assert.equal(download.hidden, false);
+download.click();
+await until(() => sources.length >= before + 2);
+assert.deepEqual(sources.slice(before).map((path) => "/" + path), completed.data.map((output) => output.url));
 
 // Used again, its seeds are those of the form, which asks for no other number of videos.
 card.querySelectorAll("button").find((item) => item.textContent === "Use again").click();

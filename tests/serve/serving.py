@@ -18,12 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openai
 
 from tests.dist import TORCHRUN, Ranks, free_port, make_rank_envs
 from tests.frames import read_frames
 from tests.serve.bodies import FORM, make_form
 from wan.cli.main import main
+
+try:
+    import openai
+except ModuleNotFoundError as error:
+    from wan.app.programs import exit_without_package
+
+    exit_without_package(error)
 
 PROMPT = "a large green square moves up on a gray background"
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,60 @@ async def test_a_deleted_job_and_an_unknown_one(jobs: Jobs) -> None:
     last = (await listener.finish())[-1]
     assert last[1:] == ("end", {"id": name, "object": "video.deleted", "deleted": True})
     assert (await jobs.request(f"/v1/videos/{name}/events"))[0] == 404
+    assert await Listener(jobs, name, 1).finish() == [last]  # its connection was lost before
+    path, number = f"/v1/videos/{name}/events", str(last[0])
+    assert (await jobs.request(path, Last_Event_ID=number))[0] == 204
+    path = "/v1/videos/video_0/events"
+    assert (await jobs.request(path, Last_Event_ID="1"))[0] == 404
+
+
+DAY = 86400.0
+
+
+@pytest.mark.parametrize("jump", [-9 * DAY, -3600.0, 9 * DAY])
+async def test_ids_grow_though_the_clock_is_set(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    """While a job runs, and before it goes on after a restart; a client always gets the end."""
+    name, real = await jobs.create(), time.time
+    jobs.start_idle_ranks()
+    first = Listener(jobs, name)
+    await send(jobs, "step", job=name, done=1, total=2)
+    seen = await first.finish(disconnect=True)
+    monkeypatch.setattr(time, "time", lambda: real() + jump)
+    assert jobs.service.estimates.estimate_end(jobs.service.find_job(name))[1] < 60
+    second = Listener(jobs, name, seen[-1][0])
+    await send(jobs, "step", job=name, done=2, total=2)
+    seen += await second.finish(disconnect=True)
+    assert await jobs.service.journal.save()
+    restarted = Jobs(jobs.folder, jobs.service.limits)
+    restarted.start_idle_ranks()
+    third = Listener(restarted, name, seen[-1][0])
+    await send(restarted, "step", job=name, done=1, total=2)
+    await asyncio.sleep(0.02)
+    restarted.complete(name)
+    seen += await third.finish()
+    assert [event[1] for event in seen[-2:]] == ["step", "end"]
+    ids = [event[0] for event in seen]
+    assert ids[0] > 0 and ids == sorted({*ids})
+    assert await Listener(restarted, name).finish() == seen[-1:]
+    assert await Listener(restarted, name, ids[-2]).finish() == seen[-1:]
+
+
+async def test_ids_of_earlier_versions(jobs: Jobs) -> None:
+    """Milliseconds since the job was created; a million more for the end of a job."""
+    names = [await jobs.create() for _ in range(2)]
+    jobs.complete(names[0])
+    created = time.time() - 60
+    job = jobs.service.find_job(names[0])
+    jobs.service.journal.update_job(job, created=created, ended=created + 50.5)
+    assert await jobs.service.journal.save()
+    restarted = Jobs(jobs.folder, jobs.service.limits)
+    path = f"/v1/videos/{names[0]}/events"
+    assert (await restarted.request(path, Last_Event_ID="1050500"))[0] == 204
+    assert [event[1] for event in await Listener(restarted, names[0], 50_000).finish()] == ["end"]
+    waiting = Listener(restarted, names[1], 86_400_000)
+    assert [event[1] for event in await waiting.finish(disconnect=True)] == ["stage"]
 
 
 async def test_listeners_are_limited_and_leave(
@@ -119,7 +174,7 @@ async def test_a_log_is_bounded(jobs: Jobs) -> None:
     name, log = await jobs.create(), events.EventLog()
     video = make_video_object(jobs.service, jobs.service.find_job(name))
     for done in range(10_000):
-        log.observe(video | {"steps": [done, 10_000]}, 0.0)
+        log.observe(video | {"steps": [done, 10_000]})
     kept = log.list_after(-1)
     assert [number for number, _ in kept] == sorted({number for number, _ in kept})
     assert len(kept) == 256 and '"done": 9999' in kept[-1][1]

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from tests.refusals import check_refusals
-from tests.serve.bodies import FORM, make_form
+from tests.serve.bodies import FORM, make_data_url, make_form, make_picture
 from tests.serve.jobs import PROMPT, Jobs
 from wan.serve import fields
 from wan.settings.flags import FLAGS
@@ -15,6 +15,7 @@ NAMES = sorted(
     {*FLAGS, *fields.COMPUTED_FIELDS, *fields.UPLOADS, fields.FOLDER}
     | {name for name, row in fields.API_FIELDS.items() if fields.ANY not in row.accepted}
 )
+URLENCODED = "application/x-www-form-urlencoded"
 NEVER = {  # JSON values that no field accepts
     "object": '{"a": 1}',
     "empty object": "{}",
@@ -121,7 +122,28 @@ async def test_bodies_that_cannot_be_read(jobs: Jobs) -> None:
         "NaN": (b'{"seed": NaN}', {}),
         "half a pair": (b'{"prompt": "\\ud800"}', {}),
         "a form without an edge": (b"x", {"content_type": "multipart/form-data"}),
-        "twice": (make_form({"seed": ["1", "2"]}), {"content_type": FORM}),
+        "twice": (make_form({"seed": ["1", "1"]}), {"content_type": FORM}),
+        "twice, urlencoded": (b"prompt=a&prompt=b", {"content_type": URLENCODED}),
+        "a number and a list": (make_form({"seed": "1", "seed[]": ["2"]}), {"content_type": FORM}),
+        "a list and a number": (make_form({"seed[]": ["2"], "seed": "1"}), {"content_type": FORM}),
+        "a file and an address": (
+            make_form({"image": make_picture(), "image[image_url]": make_data_url()}),
+            {"content_type": FORM},
+        ),
+        "two files": (make_form({"image": [make_picture()] * 2}), {"content_type": FORM}),
+        "twice in JSON": (b'{"prompt": "a", "seed": 1, "seed": 1}', {}),
+        "twice, escaped": (b'{"prompt": "a", "\\u0070rompt": "b"}', {}),
+        "twice, UTF-16": ('{"prompt": "a", "prompt": "b"}'.encode("utf-16"), {}),
+        "twice in a block": (b'{"prompt": "a", "extra_body": {"seed": 1, "seed": 2}}', {}),
+        "twice in a list": (b'{"prompt": "a", "lora": [{"name": "a", "name": "b"}]}', {}),
+        "twice in JSON text": (
+            make_form({"prompt": "a", "extra_body": '{"fps": 8, "fps": 16}'}),
+            {"content_type": FORM},
+        ),
+        "twice in text of a list": (
+            rb'{"prompt": "a", "lora": ["{\"name\": \"a\", \"name\": \"b\"}"]}',
+            {},
+        ),
     }
     messages, wrong = {}, {}
     for kind, (body, headers) in bodies.items():
@@ -148,6 +170,8 @@ async def test_other_routes_refuse_unknown_values(jobs: Jobs) -> None:
         "more than a prompt": (f"/v1/videos/{name}/remix", prompt | {"seed": 1}, 400),
         "response": ("/v1/videos/generations", prompt | {"response_format": "url"}, 400),
         "output": ("/v1/videos/generations", prompt | {"output_format": "avi"}, 400),
+        "limit twice": ("/v1/videos?limit=1&limit=2", None, 400),
+        "index twice": (f"/v1/videos/{name}/content?index=0&index=1", None, 400),
     }
     messages, wrong = {}, {}
     for kind, (path, body, status) in requests.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tools import gallery
 from wan.app.programs import run_program
 
 
-def write_video(folder: Path, name: str, prompt: str, **more: object) -> None:
+def write_video(folder: Path, name: str, prompt: object, **more: object) -> None:
     (folder / f"{name}.mp4").write_bytes(b"video")
     video = {"frames": 5, "width": 64, "height": 32, "fps": 8}
     record = {"settings": {"prompt": prompt}, "seed": 7, "video": video, "seconds": {"text": 1.25}}
@@ -37,6 +38,19 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Line 4: size 1*1 is &lt;small&gt;" in page and "--accent" in page
     gallery.main([str(folder), "--out", str(tmp_path / "all.html")])
     assert 'src="made/002.mp4"' in (tmp_path / "all.html").read_text()
+
+
+def test_records_of_others(tmp_path: Path) -> None:
+    """Half a surrogate pair, or a number of thousands of digits, at any place."""
+    half, number = json.loads('"\\ud83d"'), 10**4000
+    for index, value in enumerate((half, number, {half: half}, [number], None)):
+        fields = dict.fromkeys(("width", "height", "frames"), value)
+        more = {"seed": value, "video": fields, "power": {"joules": value}}
+        name = os.fsdecode(b"a\xff%d" % index)
+        write_video(tmp_path, name, value, **more, seconds={"text": value, half: value})
+    (tmp_path / "a.summary.json").write_text(json.dumps({"refused": {half: half}}))
+    page = gallery.write_gallery(tmp_path).read_text("utf-8")
+    assert page.count("<li>") == 5 and "seed \\ud83d" in page and 'src="a%FF0.mp4"' in page
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,10 +26,46 @@ async def test_equal_hosts_in_other_forms(tmp_path: Path) -> None:
     served += [f"{label}.wan:8000", f"{label.upper()}.WAN", f"{label}.wan.", "localhost."]
     served += ["10.0.0.7:1", "[::ffff:10.0.0.7]", "127.0.0.1"]
     foreign = ["[fd00::9]:8000", "fd00", "[fd00::7", "evil.example", "", "::", "[]", "localhost:x"]
+    foreign += ["fd00::7", "[127.0.0.1]", "[localhost]", "localhost..", ".", "localhost:\u0661"]
     statuses = {
         host: (await jobs.request("/liveness", host=host))[0] for host in (*served, *foreign)
     }
     assert statuses == dict.fromkeys(served, 200) | dict.fromkeys(foreign, 421)
+
+
+OPEN_PATHS = ("/", "/health", "/liveness", "/page.css", "/page.js", "/form.js")
+
+
+@pytest.mark.parametrize("root_path", ["", "/wan"])
+async def test_only_the_routed_path_decides(root_path: str, tmp_path: Path) -> None:
+    """Neither a host nor another spelling of a path reaches a route without the key."""
+    jobs = Jobs(tmp_path / "jobs", key=KEY, names=["fe80::1%eth0"])
+    jobs.start_idle_ranks()
+    ends = ["/health?", "/health#", "?", "#", "/", "%", "%/health?", "%/page.css#", "%eth0", "%2f"]
+    ends += ["@evil", "\\health", ";", ",localhost", " ", "\t", "\x1f", "\xa0", "\n"]
+    hosts = [f"{name}{end}" for name in ("127.0.0.1", "localhost", "[::1]") for end in ends]
+    hosts += ["[fe80::1%eth0]", "[fe80::1%25eth0]", "user@localhost", "http://localhost", "*"]
+    scope = {"root_path": root_path}
+    for host in hosts:
+        for path, body in (("/v1/videos", BODY), ("/health", None)):
+            status = (await jobs.request(root_path + path, body, host=host, scope=scope))[0]
+            assert status == 421, (host, path)
+    twice = {"headers": [(b"host", b"localhost"), (b"host", b"localhost%/health?")]}
+    for headers in (twice, {"headers": twice["headers"][::-1]}, {"headers": []}):
+        assert (await jobs.request(f"{root_path}/health", scope=scope | headers))[0] == 421
+    for target in ("http://localhost/health", "@localhost/health", "*", ""):
+        assert (await jobs.request(target, scope={"root_path": ""}))[0] == 421, target
+    videos = [f"{root_path}{path}" for path in ("/v1/videos", "/v1/videos/", "//v1/videos")]
+    videos += [f"{root_path}/health/../v1/videos", f"{root_path}/health{root_path}/v1/videos"]
+    videos += [f"{root_path}{path}" for path in ("//health", "/health/x", "/health?/", "/health#")]
+    videos += [f"{root_path}{path}" for path in ("/v1/videos?/health", "/Health", "/page.css/x")]
+    for path in videos:
+        status, _, answer = await jobs.request(path.partition("?")[0], scope=scope | {"path": path})
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), path
+    assert jobs.service.journal.list_in_state("queued") == []
+    for path in (f"{root_path}{path}{end}" for path in OPEN_PATHS for end in ("", "/", "//")):
+        for host in ("localhost", "[fe80::1]:8000"):
+            assert (await jobs.request(path, host=host, scope=scope))[0] == 200, path
 
 
 async def test_pages_behind_a_proxy(tmp_path: Path) -> None:
@@ -50,6 +86,10 @@ async def test_pages_behind_a_proxy(tmp_path: Path) -> None:
         "other port": ("10.1.2.3", {"origin": f"{page}:81"} | forwarded, 403),
         "other site": ("10.1.2.3", {"origin": other} | forwarded, 403),
         "null": ("10.1.2.3", {"origin": "null"} | forwarded, 403),
+        "nothing": ("10.1.2.3", {"origin": "null", "X_Forwarded_Host": ","}, 403),
+        "both malformed": ("10.1.2.3", {"origin": "http://a?", "X_Forwarded_Host": "b%"}, 403),
+        "zone": ("fd00::1%eth0", {"origin": page} | forwarded, 200),
+        "end of the host": ("10.1.2.3", {"origin": page, "X_Forwarded_Host": f"{page}?"}, 403),
         "own page": (None, {"origin": "http://any"}, 200),
         "same origin": (None, {"origin": page, "Sec_Fetch_Site": "same-origin"}, 200),
         "same site": (None, {"origin": page, "Sec_Fetch_Site": "same-site"}, 403),

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import openai
 import pytest
 import uvicorn
 
+from tests.dist import REPO
 from tests.serve.bodies import FORM, make_data_url, make_form
 from tests.serve.jobs import PROMPT, Jobs, begin_request, running
 from wan.serve.service import Limits
@@ -103,33 +108,59 @@ async def test_a_large_data_url_in_a_form(jobs: Jobs) -> None:
     assert (await jobs.request("/v1/videos", body))[2] == answer
 
 
+@asynccontextmanager
+async def serving(jobs: Jobs) -> AsyncIterator[str]:
+    """Serves requests at a socket; yields the address of the API."""
+    server = uvicorn.Server(uvicorn.Config(jobs.app, lifespan="off", log_level="error"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        async with running(server.serve([listener])):
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+
+
+async def test_the_example_of_the_documentation(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It downloads the video, and openai's client prints no warnings."""
+    page = (REPO / "docs" / "service.md").read_text("utf-8")
+    (example,) = re.findall(r"```python\n(import warnings\n.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        async with serving(jobs) as url:
+            example = example.replace("http://127.0.0.1:8000/v1", url)
+            running_example = asyncio.create_task(asyncio.to_thread(exec, example, {}))
+            while not (waiting := jobs.service.journal.list_in_state("queued")):
+                await asyncio.sleep(0.01)
+            jobs.complete(waiting[0].id)
+            await running_example
+    assert (tmp_path / "video.mp4").read_bytes() == b"video"
+    assert [str(warning.message) for warning in caught if "Sora" in str(warning.message)] == []
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 async def test_openais_client(jobs: Jobs) -> None:
     """Its types accept the answers; pages follow each other."""
-    server = uvicorn.Server(uvicorn.Config(jobs.app, lifespan="off", log_level="error"))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        async with (
-            running(server.serve([listener])),
-            openai.AsyncOpenAI(api_key="none", base_url=url) as client,
-        ):
-            more: dict[str, Any] = {"num_frames": 5, "seed": 7}
-            video = await client.videos.create(prompt=PROMPT, size="64x64", extra_body=more)
-            assert (video.object, video.status, video.model) == ("video", "queued", "t2v-A14B")
-            assert (video.size, video.seconds) == ("64x64", "0.625")
-            remix = await client.videos.remix(video.id, prompt="it grows")
-            assert remix.remixed_from_video_id == video.id and remix.seed == 7
-            polling = asyncio.create_task(client.videos.poll(video.id, poll_interval_ms=10))
-            await asyncio.sleep(0.05)
-            jobs.complete(video.id)
-            completed = await polling
-            expected = ("completed", 100, None)
-            assert (completed.status, completed.progress, completed.error) == expected
-            assert (await client.videos.download_content(video.id)).content == b"video"
-            ids = [video.id, remix.id]
-            for order in ("asc", "desc"):
-                page = client.videos.list(limit=1, order=order)
-                assert [item.id async for item in page] == ids[:: 1 if order == "asc" else -1]
-            assert (await client.videos.delete(remix.id)).deleted
-            with pytest.raises(openai.NotFoundError):
-                await client.videos.retrieve(remix.id)
+    async with (
+        serving(jobs) as url,
+        openai.AsyncOpenAI(api_key="none", base_url=url) as client,
+    ):
+        more: dict[str, Any] = {"num_frames": 5, "seed": 7}
+        video = await client.videos.create(prompt=PROMPT, size="64x64", extra_body=more)
+        assert (video.object, video.status, video.model) == ("video", "queued", "t2v-A14B")
+        assert (video.size, video.seconds) == ("64x64", "0.625")
+        remix = await client.videos.remix(video.id, prompt="it grows")
+        assert remix.remixed_from_video_id == video.id and remix.seed == 7
+        polling = asyncio.create_task(client.videos.poll(video.id, poll_interval_ms=10))
+        await asyncio.sleep(0.05)
+        jobs.complete(video.id)
+        completed = await polling
+        expected = ("completed", 100, None)
+        assert (completed.status, completed.progress, completed.error) == expected
+        assert (await client.videos.download_content(video.id)).content == b"video"
+        ids = [video.id, remix.id]
+        for order in ("asc", "desc"):
+            page = client.videos.list(limit=1, order=order)
+            assert [item.id async for item in page] == ids[:: 1 if order == "asc" else -1]
+        assert (await client.videos.delete(remix.id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await client.videos.retrieve(remix.id)

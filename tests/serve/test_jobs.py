@@ -47,31 +47,31 @@ async def make_sender(jobs: Jobs, is_remix: bool) -> Send:
 
 
 @ROUTES
-async def test_a_repeat_without_a_key(is_remix: bool, jobs: Jobs) -> None:
+async def test_a_request_without_a_key_is_a_new_one(is_remix: bool, jobs: Jobs) -> None:
+    """Also one that is marked as a retry: the first one may be of another client."""
     send = await make_sender(jobs, is_remix)
     first = (await send())[2]["id"]
-    assert (await send(**RETRY_HEADERS))[2]["id"] == first
-    assert (await send())[2]["id"] != first  # no repeat
-    newest = (await send(Idempotency_Key="k"))[2]["id"]  # another client's
-    assert (await send(**RETRY_HEADERS))[2]["id"] not in (first, newest)
-    for job in jobs.service.journal.list_in_state("queued"):  # an hour passes
-        jobs.service.journal.update_job(job, created=job.created - 3600)
-    ids = {job.id for job in jobs.service.journal.list_in_state("queued")}
-    assert (await send(**RETRY_HEADERS))[2]["id"] not in ids
+    for headers in ({}, RETRY_HEADERS, RETRY_HEADERS | {"Idempotency_Key": ""}):
+        other = (await send(**headers))[2]["id"]
+        assert other != first
+        assert (await jobs.request(f"/v1/videos/{other}", method="DELETE"))[0] == 200
+        assert jobs.get_state(first) == "queued"
+    jobs.complete(first)
+    assert (await send(**RETRY_HEADERS))[2]["status"] == "queued"
 
 
-@ROUTES
-async def test_a_repeat_after_a_refusal_is_a_new_job(is_remix: bool, jobs: Jobs) -> None:
-    send = await make_sender(jobs, is_remix)
-    old = (await send())[2]["id"]
-    jobs.service.limits = Limits(queue=0)
-    for headers in ({}, {"x_stainless_retry_count": "0"}):
-        assert (await send(**headers))[0] == 429
-    jobs.service.limits = Limits()
-    repeated = (await send(**RETRY_HEADERS))[2]
-    assert repeated["id"] != old and repeated["status"] == "queued"
-    same = (await send(x_stainless_retry_count="2"))[2]  # its answer was lost
-    assert same["id"] == repeated["id"]
+@pytest.mark.parametrize("route", ["sync", "generations"])
+async def test_a_synchronous_retry_does_not_join_another_client(route: str, jobs: Jobs) -> None:
+    """When it disconnects, its own video is cancelled and that of the other client is not."""
+    path = f"/v1/videos/{route}"
+    first, _, first_task = await begin_request(jobs, path)
+    _, disconnected, other_task = await begin_request(jobs, path, **RETRY_HEADERS)
+    while len(waiting := jobs.service.journal.list_in_state("queued")) < 2:
+        await asyncio.sleep(0.01)
+    await disconnect(jobs, disconnected, other_task)
+    assert [jobs.get_state(job.id) for job in waiting] == ["queued", "deleted"]
+    assert waiting[0].id == first
+    first_task.cancel()
 
 
 @ROUTES
@@ -87,26 +87,10 @@ async def test_a_key(is_remix: bool, jobs: Jobs) -> None:
     assert (await send(Idempotency_Key="k"))[2]["id"] != first
 
 
-async def test_a_repeat_is_that_of_the_last_equal_request(jobs: Jobs) -> None:
-    """Also if the earlier jobs are done, and after the last one was deleted."""
-    body = {"prompt": PROMPT, "seed": 3}
-    ids = [await jobs.create(body) for _ in range(3)]
-    jobs.complete(ids[0])
-    assert (await jobs.request("/v1/videos", body, **RETRY_HEADERS))[2]["id"] == ids[2]
-    other_order = dict(reversed(body.items()))
-    assert (await jobs.request("/v1/videos", other_order, **RETRY_HEADERS))[2]["id"] == ids[2]
-    other = (await jobs.request("/v1/videos", body | {"seed": 4}, **RETRY_HEADERS))[2]["id"]
-    assert other not in ids
-    await jobs.request(f"/v1/videos/{ids[2]}", method="DELETE")
-    assert (await jobs.request("/v1/videos", body, **RETRY_HEADERS))[2]["id"] == ids[1]
-
-
 async def test_repeats_are_recognized_after_a_restart(jobs: Jobs) -> None:
-    ids = [await jobs.create() for _ in range(2)]
     keyed = await jobs.create({}, Idempotency_Key="k")
     jobs.service.journal.close()
     reopened = Jobs(jobs.folder)
-    assert await reopened.create({}, **RETRY_HEADERS) == ids[1]
     assert await reopened.create({}, Idempotency_Key="k") == keyed
 
 
@@ -233,6 +217,27 @@ async def test_nothing_of_an_expired_job_is_left(limits: Limits, tmp_path: Path)
     await run_cleanup(jobs, lambda: not jobs.find_files_with("zq private zq"))
     assert jobs.get_state(name) == "deleted"
     assert jobs.get_state(newer) == ("completed" if limits.quota is None else "deleted")
+
+
+@pytest.mark.parametrize("jump", [-400.0, 400.0])
+async def test_a_clock_that_is_set_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    """By days, while the service runs or before it starts; the quota takes the first ends."""
+    jobs, real = Jobs(tmp_path / "jobs", Limits(keep_days=7, queue=9)), time.time
+    names = []
+    for days in (0.0, jump):
+        monkeypatch.setattr(time, "time", lambda days=days: real() + 86400 * days)
+        names.append(await jobs.create())
+        jobs.complete(names[-1])
+    await run_cleanup(jobs, lambda: True)
+    await jobs.service.journal.save()
+    restarted = Jobs(jobs.folder, jobs.service.limits)
+    await run_cleanup(restarted, lambda: True)
+    assert [restarted.get_state(name) for name in names] == ["completed"] * 2
+    jobs.service.limits = Limits(quota=jobs.service.journal.count_bytes() - 1)
+    await run_cleanup(jobs, lambda: jobs.get_state(names[0]) == "deleted")
+    assert jobs.get_state(names[1]) == "completed"
 
 
 async def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:

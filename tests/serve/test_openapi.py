@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
 from tests.serve.bodies import FORM, make_data_url, make_form, make_picture
 from tests.serve.jobs import PROMPT, Jobs
 from wan.serve import __main__ as command
-from wan.serve import fields, page_routes
+from wan.serve import fields, operations
+from wan.serve.metrics import Metrics
+from wan.serve.needed_fields import check_needed_fields
 from wan.serve.openapi import make_openapi
 from wan.serve.request_schema import RequestSchema, make_request_schema
+from wan.serve.routes import Routes
 from wan.serve.rows import ServiceJob
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, read_settings
@@ -26,12 +32,13 @@ TASKS = (
 ONE_NETWORK = ("guidance_high", "guidance_low", "boundary_ratio")
 
 
-def make_run(task: str, folder: Path) -> Any:
-    return command._resolve_service_run(["--task", task], folder, 1, 1)[0]
+@cache
+def make_run(task: str) -> Any:
+    return command._resolve_service_run(["--task", task], Path(), 1, 1)[0]
 
 
-def make_schema(task: str, folder: Path) -> RequestSchema:
-    return make_request_schema(make_run(task, folder), [task], 1000, 100)
+def make_schema(task: str) -> RequestSchema:
+    return make_request_schema(make_run(task), [task], 1000, 100)
 
 
 def list_accepted(entry: dict[str, Any]) -> Iterator[Any]:
@@ -85,9 +92,9 @@ def list_refused(entry: dict[str, Any]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_requests_made_from_the_schema(task: str, tmp_path: Path) -> None:
+def test_requests_made_from_the_schema(task: str) -> None:
     """The parser takes what the schema allows, and refuses what is outside."""
-    run, wrong = make_run(task, tmp_path), []
+    run, wrong = make_run(task), []
 
     def is_taken(name: str, value: Any) -> bool:
         body = {"prompt": PROMPT, name: value}
@@ -109,7 +116,7 @@ def test_requests_made_from_the_schema(task: str, tmp_path: Path) -> None:
         "frame_num",
         "seconds",
     )  # the service's own limit is checked later
-    for name, entry in make_schema(task, tmp_path).properties.items():
+    for name, entry in make_schema(task).properties.items():
         if name == "clip_prompts" or "clip_prompts" in entry.get("x-alias-of", ""):
             continue
         wrong += [(name, value) for value in list_accepted(entry) if not is_taken(name, value)]
@@ -125,7 +132,7 @@ def test_requests_made_from_the_schema(task: str, tmp_path: Path) -> None:
 
 def test_fields_of_the_running_task(tmp_path: Path) -> None:
     """Every field is in the schema of some task, and options of other tasks are absent."""
-    schemas = {task: make_schema(task, tmp_path).properties for task in TASKS}
+    schemas = {task: make_schema(task).properties for task in TASKS}
     known = set().union(*schemas.values())
     accepted = {name for name, row in fields.API_FIELDS.items() if row.setting or row.accepted}
     lines = {name for name, flag in FLAGS.items() if flag.line} - {"save_file", fields.FOLDER}
@@ -164,30 +171,47 @@ def list_references(node: Any) -> Iterator[str]:
 async def test_the_description_of_the_routes(jobs: Jobs) -> None:
     status, headers, document = await jobs.request("/openapi.json")
     assert (status, headers["content-type"]) == (200, "application/json")
-    assert document["openapi"] == "3.1.0"
+    assert document["openapi"] == "3.1.0" and not document["info"]["x-random-weights"]
     for reference in list_references(document):
         node: Any = document
         for part in reference.removeprefix("#/").split("/"):
             node = node[part]
-    names = []
+    names, described = [], set()
     for path, methods in document["paths"].items():
         needed = {*re.findall(r"{(\w+)}", path)}
         assert {entry["name"] for entry in methods.get("parameters", ())} == needed
         for method, operation in methods.items():
             if method != "parameters":
                 names.append(operation["operationId"])
+                described.add((method.upper(), path))
                 real = path.replace("{id}", "video_x").replace("{field}", "image")
                 status, *_ = await jobs.request(real, method=method.upper())
                 assert status != 405 and "200" in operation["responses"]
+    served = Routes(jobs.service, Metrics()).list_routes()
+    assert described == {(method, route.path) for route in served for method in route.methods or ()}
+    assert described >= {("HEAD", "/health"), ("POST", "/v1/videos/generations"), ("GET", "/")}
     assert len(names) == len({*names}) >= 8
     video = (await jobs.request(f"/v1/videos/{await jobs.create()}"))[2]
+    async with asyncio.timeout(60):  # the events of a waiting video have no end
+        answer = await jobs.request(f"/v1/videos/{video['id']}/events", method="HEAD")
+    assert answer[0] == 200 and not answer[2]
     schemas = document["components"]["schemas"]
     assert {*schemas["Video"]["required"]} <= {*video}
     for path, component in (("/v1/videos", "Videos"), ("/v1/models", "Models")):
         assert {*schemas[component]["required"]} <= {*(await jobs.request(path))[2]}
     error = (await jobs.request("/v1/videos/x"))[2]["error"]
     assert {*schemas["Error"]["properties"]["error"]["required"]} == {*error}
-    json.dumps(make_openapi(make_schema("t2v-A14B", jobs.folder)), allow_nan=False)
+    json.dumps(make_openapi(make_schema("t2v-A14B")), allow_nan=False)
+
+
+async def test_routes_without_a_key_are_described_as_such(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs", key="a secret of the API")
+    wrong = []
+    for path, methods in make_openapi(make_schema("t2v-A14B"))["paths"].items():
+        needs_key = methods.get("get", methods.get("post")).get("security") != []
+        status, *_ = await jobs.request(path, method="GET" if "get" in methods else "POST")
+        wrong += [path] if needs_key != (status == 401) else []
+    assert not wrong
 
 
 async def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
@@ -234,14 +258,70 @@ async def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
         assert (await jobs.request(name))[0] == 404
 
 
-@pytest.mark.parametrize(
-    ("task", "param"), [("i2v-A14B", "input_reference"), ("animate-14B", "src_ref")]
-)
-async def test_a_missing_file_is_named(task: str, param: str, tmp_path: Path) -> None:
-    jobs = Jobs(tmp_path / "jobs", flags=["--task", task])
-    status, _, answer = await jobs.request("/v1/videos", {"prompt": PROMPT})
-    assert (status, answer["error"]["param"]) == (400, param)
-    assert param in answer["error"]["message"]
+NEEDED = {
+    "t2v-A14B": [["prompt"]],
+    "i2v-A14B": [["prompt"], ["input_reference"]],
+    "flf2v-14B": [["prompt"], ["input_reference"], ["last_image"]],
+    "ti2v-5B": [["prompt"]],
+    "s2v-14B": [["input_reference"], ["audio"]],
+    "animate-14B": [["src_ref"], ["src_pose"], ["src_face"]],
+    "animate2-14B": [["input_reference"], ["src_video"]],
+    "vace-1.3B": [["prompt"], ["src_video", "src_ref_images"]],
+}
+"""Task -> groups of fields, of which a request needs one each."""
+
+
+@pytest.mark.parametrize("task", NEEDED)
+def test_all_missing_fields_are_named(task: str) -> None:
+    run, schema = make_run(task), make_schema(task)
+
+    def find_missing(body: dict[str, Any]) -> tuple[str, set[str]] | None:
+        try:
+            parsed = fields.parse_request(body, run, [task])
+            check_needed_fields(parsed.settings, parsed.files, run)
+        except InputError as error:
+            words = set(re.findall(r"\w+", str(error)))
+            optional = {"prompt"} if ["prompt"] not in NEEDED[task] else set()
+            return error.subject, (words - optional) & {*schema.properties}
+        return None
+
+    groups = NEEDED[task]
+    complete = {name: make_data_url() for group in groups for name in group[:1]}
+    complete |= {"prompt": PROMPT} if "prompt" in complete else {}
+    assert find_missing({}) == (groups[0][0], {name for group in groups for name in group})
+    assert find_missing(complete) is None
+    for group in groups:
+        body = {name: value for name, value in complete.items() if name not in group}
+        assert find_missing(body) == (group[0], {*group})
+        for name in group[1:]:
+            assert find_missing(body | {name: make_data_url()}) is None
+    described = schema.make_object_schema()
+    several = [{"required": [name]} for group in groups[-1:] if len(group) > 1 for name in group]
+    assert {*described["required"]} == {name for (name, *others) in groups if not others}
+    assert described.get("anyOf", []) == several
+
+
+async def test_a_missing_file_is_named_by_its_field(tmp_path: Path) -> None:
+    """Files of the scene are needed only to replace the character."""
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", "animate-14B"])
+    files = {name: make_data_url() for name in ("src_ref", "src_pose", "src_face")}
+    status, _, answer = await jobs.request("/v1/videos", files | {"replace_flag": True})
+    assert (status, answer["error"]["param"]) == (400, "src_bg")
+    assert "src_mask" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("task", NEEDED)
+def test_descriptions_are_about_requests_to_the_running_task(task: str) -> None:
+    """They have no other task, no flag, file or default of the command line."""
+    kinds = {*("t2v", "i2v", "ti2v", "flf2v", "s2v", "animate", "animate2", "vace")}
+    foreign = kinds - {task.partition("-")[0]}
+    wrong = {}
+    for name, entry in make_schema(task).properties.items():
+        text = entry.get("description", "")
+        of_others = foreign & {*re.findall(r"\w+", text)}
+        if of_others or re.search(r"--\w|default\b|NAME\.|repeat|comma|neede", text):
+            wrong[name] = text
+    assert not wrong
 
 
 async def test_where_a_video_is_in_the_queue(jobs: Jobs) -> None:
@@ -287,7 +367,7 @@ async def test_the_files_of_the_page(tmp_path: Path) -> None:
     texts = {}
     for name, kind in {
         "": "html",
-        **{n: n.rpartition(".")[2] for n in page_routes.PAGE_FILES},
+        **{n: n.rpartition(".")[2] for n in operations.PAGE_FILES},
     }.items():
         status, headers, content = await jobs.request(f"/{name}")
         expected = {"html": "text/html", "css": "text/css", "js": "text/javascript"}[kind]
@@ -296,7 +376,50 @@ async def test_the_files_of_the_page(tmp_path: Path) -> None:
         assert "default-src 'none'" in policy and "unsafe" not in policy
         texts[name] = content.decode()
     linked = re.findall(r'(?:src|href)="([\w.]+)"|from "\./([\w.]+)"', "".join(texts.values()))
-    assert {a or b for a, b in linked} == {*page_routes.PAGE_FILES}
+    assert {a or b for a, b in linked} == {*operations.PAGE_FILES}
     assert not re.search(r"<script>|<style>|\son\w+=|innerHTML|https?://(?!127)", texts[""])
     assert not any("innerHTML" in text or "eval(" in text for text in texts.values())
     assert (await jobs.request("/openapi.json"))[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("task", "fields_with_files", "broken"),
+    [
+        ("t2v-A14B", ("video_url",), "video_url"),
+        ("i2v-A14B", ("image_reference", "last_image"), "last_image"),
+        ("vace-1.3B", ("src_ref_images",), "src_ref_images"),
+        ("animate-14B", ("src_ref", "src_pose", "src_face"), "src_pose"),
+    ],
+)
+async def test_a_broken_upload_is_named_once(
+    task: str, fields_with_files: tuple[str, ...], broken: str, tmp_path: Path
+) -> None:
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", task])
+    body = {"prompt": PROMPT} | dict.fromkeys(fields_with_files, make_data_url())
+    status, _, answer = await jobs.request("/v1/videos", body | {broken: make_data_url(b"abc")})
+    error = answer["error"]
+    assert (status, error["param"], error["message"].count(broken)) == (400, broken, 1)
+    assert str(tmp_path) not in error["message"]
+
+
+async def test_random_weights_are_said_to_be_random(tmp_path: Path) -> None:
+    """No checkpoint in the repository is trained for ti2v-5B."""
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", "ti2v-5B"])
+    info = (await jobs.request("/openapi.json"))[2]["info"]
+    assert info["x-random-weights"] and "random" in info["description"]
+
+
+async def test_an_uploaded_file_keeps_its_name(tmp_path: Path) -> None:
+    """Also in a remix, and without the folders of the client."""
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", "i2v-A14B"])
+    part = 'Content-Disposition: form-data; name="input_reference"; '
+    part += 'filename="C:\\\\a\\\\Портрет 1.png"'
+    body = b"--edge\r\n" + part.encode() + b"\r\n\r\n" + make_picture() + b"\r\n"
+    body += make_form({"prompt": PROMPT})
+    video = (await jobs.request("/v1/videos", body, Content_Type=FORM))[2]
+    remix = (await jobs.request(f"/v1/videos/{video['id']}/remix", {"prompt": "a moon"}))[2]
+    for name in (video["id"], remix["id"]):
+        status, headers, content = await jobs.request(f"/v1/videos/{name}/inputs/input_reference")
+        assert (status, content) == (200, make_picture())
+        kind, _, file_name = headers["content-disposition"].partition("; filename*=utf-8''")
+        assert (kind, unquote(file_name)) == ("attachment", "Портрет 1.png")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.serve.jobs import Jobs
-from wan.serve import page_routes
+from wan.serve import operations
 from wan.serve.service import Limits
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
@@ -41,7 +41,7 @@ async def test_several_videos_on_the_page(tmp_path: Path) -> None:
     answers["completed"] = (await jobs.request(path))[2]
     folder = tmp_path / "page"
     folder.mkdir()
-    for file in page_routes.PAGE_FILES:
+    for file in operations.PAGE_FILES:
         text = resources.files("wan.serve").joinpath("page", file).read_text("utf-8")
         (folder / file).write_text(text)
     for file in ("page_dom.js", "page_test.js"):

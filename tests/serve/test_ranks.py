@@ -84,7 +84,9 @@ def test_each_step_is_reported_once(clips: int, phases: int | None) -> None:
 # Videos.
 
 
-def serve_commands(folder: Path, front: Front, *commands: Sequence[tuple[str, str, int]]) -> None:
+def serve_commands(
+    folder: Path, front: Front, *commands: Sequence[tuple[str, str, int]], **settings: Any
+) -> None:
     """Makes videos in this process. commands: Id, prompt and seed of each video of a batch."""
     argv = ["--size", "32*32", "--frame_num", "5", "--sample_steps", "2", "--device", "cpu"]
     argv += ["--sample_guide_scale", "1", "--save_file", str(folder / "none.mp4")]
@@ -92,7 +94,7 @@ def serve_commands(folder: Path, front: Front, *commands: Sequence[tuple[str, st
         jobs = [
             {
                 "job": name,
-                "settings": {"prompt": prompt, "base_seed": seed},
+                "settings": {"prompt": prompt, "base_seed": seed, **settings},
                 "file": str(folder / f"{name}.mp4"),
             }
             for name, prompt, seed in batch
@@ -109,6 +111,13 @@ def test_the_last_texts_are_kept(tmp_path: Path, one_thread: None) -> None:
     serve_commands(tmp_path, front, *([(f"{i}", prompt, 1)] for i, prompt in enumerate("xyzxz")))
     texts = [item["texts"] for item in front.messages if item["is"] == "done"]
     assert [tuple(item) for item in texts] == [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1)]
+
+
+def test_a_video_longer_than_the_training_is_logged(
+    tmp_path: Path, one_thread: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    serve_commands(tmp_path, Front(), [("a", "x", 1)], frame_num=85, size=(16, 16))
+    assert [text for text in caplog.messages if text.startswith("Video a: 85 frames are more")]
 
 
 def test_videos_that_share_the_loads_of_experts(tmp_path: Path, one_thread: None) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sqlite3
-from collections.abc import Iterator
-from contextlib import asynccontextmanager, closing
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -18,6 +22,7 @@ from tests.serve.jobs import Jobs, running
 from tests.serve.receiver import Receiver
 from wan.serve import retries, webhooks
 from wan.serve.service import Limits
+from wan.serve.webhook_addresses import ReceiverAddresses
 from wan.serve.webhook_hosts import WebhookHosts, read_url, read_webhook_host
 from wan.serve.webhooks import Webhooks
 from wan.settings.errors import InputError
@@ -83,7 +88,7 @@ def test_fields() -> None:
 PUBLIC = "93.184.215.14"
 INNER = ["127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "fe80::1%eth0", "fd00::1", "0.0.0.0"]
 INNER += ["::ffff:10.1.2.3", "64:ff9b::a9fe:a9fe", "2002:a01:203::1", "224.0.0.1", "::"]
-INNER += ["100.64.0.1"]
+INNER += ["100.64.0.1", "fec0::1", "::127.0.0.1", "64:ff9b:1::7f00:1", "::ffff:0:7f00:1"]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_hosts_of_requests(allowed: list[str], url: str, is_allowed: bool) -> No
 def test_addresses_of_deliveries() -> None:
     """A name of the list may lead to a public address only, or to one of a listed network."""
     assert not any(map(hosts("*", "hooks.example").allows_address, INNER))
-    assert hosts("*").allows_address(PUBLIC)
+    assert all(map(hosts("*").allows_address, [PUBLIC, "2606:4700::1111", f"64:ff9b::{PUBLIC}"]))
     assert all(map(hosts("0.0.0.0/0", "::/0").allows_address, [PUBLIC, *INNER]))
 
 
@@ -241,16 +246,168 @@ async def test_a_slow_receiver_delays_no_other(
     silent.close()
 
 
+Names = dict[str, list[str]]
+
+
+def resolve_as(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the resolver return addresses for names; other names and addresses stay as they are."""
+    resolve = socket.getaddrinfo
+
+    def find_addresses(host: str, *args: Any, **kwargs: Any) -> list[Any]:
+        addresses = names.get(host, [host])
+        return [resolve(address, *args, **kwargs)[0] for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", find_addresses)
+
+
+@asynccontextmanager
+async def listening(behavior: str, port: int, opened: list[str]) -> AsyncIterator[None]:
+    """A receiver at 127.0.0.2 that does not answer; `opened` gets an entry a connection."""
+
+    async def handle(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        opened.append(behavior)
+        if behavior == "wrong":
+            writer.write(b"SSH-2.0-x\r\n\r\n")
+        if behavior == "broken":
+            writer.write(b"HTTP/1.1 500 Error\r\n\r\n")
+        if behavior != "silent":
+            writer.close()
+
+    if behavior == "refusing":
+        yield
+    elif behavior == "full":  # of connections that nobody accepts: further ones hang
+        with socket.create_server(("127.0.0.2", port), backlog=0), ExitStack() as clients:
+            for _ in range(4):
+                client = clients.enter_context(socket.socket())
+                client.setblocking(False)
+                client.connect_ex(("127.0.0.2", port))
+            yield
+    else:
+        server = await asyncio.start_server(handle, "127.0.0.2", port)
+        yield
+        server.close()
+
+
+@pytest.mark.parametrize("behavior", ["refusing", "full", "closing", "wrong", "silent", "broken"])
+async def test_the_next_address_is_tried(
+    behavior: str, tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, or at the next attempt if the first address accepts the event."""
+    monkeypatch.setattr(webhooks, "_CONNECT_SECONDS", 0.1)
+    if behavior == "silent":
+        monkeypatch.setattr(webhooks, "SEND_SECONDS", 1.0)
+    resolve_as({"hook.example": ["127.0.0.2", "127.0.0.1"]}, monkeypatch)
+    allowed, opened = hosts("hook.example", "127.0.0.0/8"), list[str]()
+    jobs = make_jobs(tmp_path / "jobs", allowed)
+    names = [
+        await jobs.create({"webhook_url": f"http://hook.example:{receiver.server_port}/"})
+        for _ in range(3)
+    ]
+    async with (
+        listening(behavior, receiver.server_port, opened),
+        delivering(jobs, allowed) as attempts,
+    ):
+        for name in names:
+            jobs.complete(name)
+            await wait_until_delivered(jobs)
+    assert ("repeated" in attempts) == (behavior in ("silent", "broken"))
+    assert receiver.list_events() == [("video.completed", name) for name in names]
+    assert len(opened) == (behavior not in ("refusing", "full"))  # it is the last one from then on
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_one_forbidden_address_refuses_all(
+    is_first: bool, tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = ["127.0.0.1", "127.0.0.2"][:: -1 if is_first else 1]
+    resolve_as({"hook.example": addresses}, monkeypatch)
+    allowed = hosts("hook.example", "127.0.0.1")
+    jobs = make_jobs(tmp_path / "jobs", allowed)
+    url = f"http://hook.example:{receiver.server_port}/"
+    jobs.complete(await jobs.create({"webhook_url": url}))
+    async with delivering(jobs, allowed) as attempts:
+        while not attempts:
+            await asyncio.sleep(0.02)
+    assert (attempts, receiver.received) == (["repeated"], [])
+
+
+async def test_a_slow_receiver_with_many_names(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets four events at a time, and the others are not delayed."""
+    resolve_as({"a.example": ["127.0.0.1"], "b.example": ["127.0.0.3", "::1"]}, monkeypatch)
+    allowed, opened = hosts("*", "127.0.0.0/8", "::1"), list[asyncio.StreamWriter]()
+    jobs = make_jobs(tmp_path / "jobs", allowed)
+    silent = await asyncio.start_server(lambda _, writer: opened.append(writer), "0.0.0.0", 0)
+    port = silent.sockets[0].getsockname()[1]
+    spellings = [
+        "a.example",
+        "A.Example",
+        "localhost",
+        "LOCALHOST",
+        "127.0.0.1",
+        "127.1",
+        "b.example",
+    ]
+    spellings += ["2130706433", "0x7f000001", "[::ffff:127.0.0.1]", "[::FFFF:7F00:1]", "127.0.0.2"]
+    for name in spellings * 2:
+        jobs.complete(await jobs.create({"webhook_url": f"http://{name}:{port}/"}))
+    jobs.complete(await jobs.create({"webhook_url": receiver.url}))
+    async with delivering(jobs, allowed) as attempts:
+        while not receiver.received:
+            await asyncio.sleep(0.02)
+        assert (len(opened), attempts) == (4, ["delivered"])
+    silent.close()
+
+
+def test_many_ports_of_one_address() -> None:
+    """One machine gets half of the deliveries at most, and another name of it none further."""
+    addresses = ReceiverAddresses()
+    with ExitStack() as deliveries:
+        for port in range(8):
+            deliveries.enter_context(addresses.reserve(["192.0.2.1"], port))
+        with pytest.raises(retries.PostponedError):
+            deliveries.enter_context(addresses.reserve(["192.0.2.9", "::ffff:192.0.2.1"], 8))
+        deliveries.enter_context(addresses.reserve(["192.0.2.9"], 8))
+    with addresses.reserve(["192.0.2.1"], 8):
+        pass
+
+
+async def test_a_clock_that_is_set_gives_nothing_up(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine days later by the clock, and after a restart, an event is still sent again."""
+    jobs, real = make_jobs(tmp_path / "jobs"), time.time
+    jobs.complete(await jobs.create({"webhook_url": receiver.url}))
+    assert await jobs.service.journal.save()
+    monkeypatch.setattr(time, "time", lambda: real() + 9 * 86400)
+    receiver.statuses = iter([500] * 4)
+    async with delivering(jobs) as attempts:
+        while len(attempts) < 2:
+            await asyncio.sleep(0.02)
+    async with delivering(make_jobs(tmp_path / "jobs")) as later_attempts:
+        while len(later_attempts) < 2:
+            await asyncio.sleep(0.02)
+    assert {*attempts} == {"repeated"} and later_attempts[0] == "repeated"
+
+
 async def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pauses between attempts are 1, 2, 4, ... seconds, up to the longest, and a bit less."""
-    pauses: list[float] = []
-    queue = retries.RetryQueue(
-        lambda: ["a"], lambda _: asyncio.sleep(0, False), max_running=1, max_per_group=1, longest=9
-    )
-    monkeypatch.setattr(retries.random, "uniform", lambda _, high: high)
-    for _ in range(6):
-        queue._due.clear()
-        queue._start_due()
-        await queue._tasks["a"]
-        pauses.append(round(queue._due["a"] - retries.time.monotonic()))
+    now, moments = 0.0, []
+    monkeypatch.setattr(retries, "_POLL", 0.0)
+    monkeypatch.setattr(retries, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(retries, "random", SimpleNamespace(uniform=lambda _, high: high))
+
+    async def fail(_: str) -> bool:
+        moments.append(round(now, 1))
+        return False
+
+    tasks = retries.TaskIndex()
+    tasks.update("a", True)
+    queue = retries.RetryQueue(tasks, fail, max_running=1, max_per_group=1, longest=9)
+    async with running(queue.run()):
+        while len(moments) < 7:
+            await asyncio.sleep(0)
+            now += 0.01
+    pauses = [round(later - moment) for moment, later in pairwise(moments)]
     assert pauses == [1, 2, 4, 8, 9, 9]

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import imageio
@@ -22,7 +23,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import Refusals, Tiny
-from tests.pipelines import resolve_plan
+from tests.pipelines import resolve_argv, resolve_plan
 from tests.refusals import get_refusal
 from tests.tasks.conftest import TaskRun
 from tests.tasks.tasks import write_moving_box, write_picture
@@ -31,7 +32,7 @@ from wan.checkpoint.layout import inspect_checkpoint
 from wan.media.audio import has_audio
 from wan.media.video_reader import read_frames_at, read_video
 from wan.settings.command import NetworkFiles
-from wan.settings.errors import COMMAND_LINE_NAMING
+from wan.settings.errors import COMMAND_LINE_NAMING, InputError
 from wan.settings.presets import PRESETS
 from wan.tasks.animate2 import (
     compute_content_offset,
@@ -41,7 +42,7 @@ from wan.tasks.animate2 import (
     make_zigzag_indices,
     resample_driving_video,
 )
-from wan.tasks.base import make_video_params
+from wan.tasks.base import NO_INPUTS, get_task, make_video_params
 
 pytestmark = pytest.mark.xdist_group("tasks")
 PRESET = PRESETS["animate2-14B"]
@@ -63,6 +64,40 @@ def test_a_video_of_variable_rate_is_resampled_by_its_time_stamps(tmp_path: Path
     levels = np.arange(20, dtype=np.uint8)[:, None, None, None] * 12
     frames = np.broadcast_to(levels, (20, 32, 32, 3))
     video, stamps = tmp_path / "video.mkv", [*range(10), *range(10, 30, 2)]
+    _write_variable_rate(video, frames, stamps)
+    resampled = resample_driving_video(read_video(video, "", 24.0), 24.0)
+    shown = read_frames_at(resampled, range(resampled.num_frames))[:, 0, 0, 0] / 12
+    times = np.asarray(stamps) / 30
+    for index, level in enumerate(shown):
+        assert abs(times[round(level)] - index / 24) <= 1 / 30 + 0.5 / 24
+    assert resampled.num_frames in (23, 24, 25)
+
+
+def test_the_rate_of_a_checkpoint_is_that_of_its_flag(tiny: Tiny, tmp_path: Path) -> None:
+    """A driving video of variable rate has the same frames; s2v's rate follows from its audio."""
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    for file in tiny("animate2-14B").iterdir():
+        (checkpoint / file.name).symlink_to(file)
+    config = json.loads((checkpoint / "generation_config.json").read_text())
+    (checkpoint / "generation_config.json").unlink()
+    (checkpoint / "generation_config.json").write_text(json.dumps(config | {"fps": 16}))
+    ticks = [*np.cumsum(np.random.default_rng(1).choice([1, 2, 3, 5], 40)).tolist()]
+    _write_variable_rate(tmp_path / "video.mkv", np.zeros((40, 32, 32, 3), np.uint8), ticks)
+    argv = ["--task", "animate2-14B", "--ckpt_dir", str(checkpoint), "--size", "64*64"]
+    argv += ["--image", write_picture(tmp_path / "cat.png", size=(64, 64))]
+    argv += ["--src_video", str(tmp_path / "video.mkv")]
+    by_config, by_flag = (resolve_argv([*argv, *more]) for more in ((), ("--fps", "16")))
+    assert by_config.params == replace(by_flag.params, base_seed=by_config.params.base_seed)
+    videos = [run.load_inputs().driving_video for run in (by_config, by_flag)]
+    indices = [[*resample_driving_video(video, 16).indices] for video in videos]
+    assert indices[0] == indices[1]
+    with pytest.raises(InputError, match="would break the sync with the audio"):
+        get_task("s2v").complete_settings(PRESETS["s2v-14B"], {}, NO_INPUTS, {"fps": 24.0})
+
+
+def _write_variable_rate(video: Path, frames: np.ndarray, stamps: list[int]) -> None:
+    """Writes frames at time stamps in thirtieths of a second."""
     with imageio.get_writer(
         video,
         fps=30,
@@ -72,12 +107,6 @@ def test_a_video_of_variable_rate_is_resampled_by_its_time_stamps(tmp_path: Path
     ) as writer:
         for frame in frames:
             writer.append_data(np.ascontiguousarray(frame))
-    resampled = resample_driving_video(read_video(video, "", 24.0), 24.0)
-    shown = read_frames_at(resampled, range(resampled.num_frames))[:, 0, 0, 0] / 12
-    times = np.asarray(stamps) / 30
-    for index, level in enumerate(shown):
-        assert abs(times[round(level)] - index / 24) <= 1 / 30 + 0.5 / 24
-    assert resampled.num_frames in (23, 24, 25)
 
 
 def _make_table(values: list[int]) -> str:

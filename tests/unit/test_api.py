@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 import weakref
 from copy import deepcopy
@@ -17,11 +18,17 @@ import torch
 import wan
 from tests.conftest import slow
 from tests.dist import REPO
+from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from tools.quantize_dit import quantize_checkpoint
+from wan.cli.main import main
 from wan.configs import MAX_AREA_CONFIGS, SIZE_CONFIGS, SUPPORTED_SIZES, WAN_CONFIGS
 from wan.media.video_reader import read_video
+from wan.modules.model import WanModel
+from wan.modules.t5 import TextEncoder
 from wan.settings.flags import FLAGS
+from wan.settings.presets import PRESETS
+from wan.utils.log import logger
 
 QUICK: dict[str, Any] = {"frame_num": 1, "sampling_steps": 2, "seed": 7}
 SMALL: dict[str, Any] = {"size": (64, 32), **QUICK}
@@ -163,6 +170,50 @@ def test_an_edited_negative_prompt_counts(t2v, tiny) -> None:
     assert not torch.equal(latents, t2v.generate("a", **LATENT))
 
 
+@pytest.mark.parametrize("front_end", ["generate", "generate_many", "clips", "command"])
+def test_progress_is_shown_before_a_prompt_is_encoded(
+    front_end: str, t2v, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    """On stderr, or in the log of the command line; `progress=False` hides it."""
+    for name in ("handlers", "propagate", "level"):  # which the command line changes
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+    model = wan.WanI2V("i2v-A14B", tiny("i2v-A14B")) if front_end == "clips" else t2v
+    shown: dict[str, str] = {}
+    for network in (TextEncoder, WanModel):
+        call = network.__call__
+
+        def record_output(self: Any, *args: Any, _call: Any = call, **kwargs: Any) -> Any:
+            captured = capfd.readouterr()
+            shown.setdefault(type(self).__name__, captured.out + captured.err)
+            return _call(self, *args, **kwargs)
+
+        monkeypatch.setattr(network, "__call__", record_output)
+
+    def make_videos(**progress: bool) -> None:
+        shown.clear()
+        if front_end == "generate":
+            model.generate("a", **SMALL, **progress)
+        elif front_end == "generate_many":
+            for _ in model.generate_many(["a", "b"], **SMALL, **progress):
+                print("progress", file=sys.stderr)  # of the caller
+        elif front_end == "clips":
+            clips = {"num_repeat": 2, "clip_prompts": ["a", "b"], "frame_num": 5}
+            image = np.zeros((32, 64, 3), np.uint8)
+            model.generate("", image, 64 * 32, **{**QUICK, **clips}, **progress)
+        else:
+            argv = ["--ckpt_dir", tiny("t2v-A14B"), "--size", "64*32", "--frame_num", "1"]
+            argv += ["--sample_steps", "2", "--save_file", tmp_path / "v.mp4"]
+            assert main([str(argument) for argument in argv]) == 0
+
+    make_videos()
+    assert "0/" in shown["TextEncoder"]
+    assert "sampling: " in shown["WanModel"] and "0/2" in shown["WanModel"]
+    if front_end != "command":
+        capfd.readouterr()
+        make_videos(progress=False)
+        assert not any(shown.values()) and "/2" not in capfd.readouterr().err
+
+
 def sparse(tiny, **settings) -> wan.WanT2V:
     config, folder = WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B")
     return wan.WanT2V(config, folder, use_rainfusion=True, **settings)
@@ -176,6 +227,7 @@ def test_refusals(t2v, tiny) -> None:
         "output_type": {"output_type": "pil"},
         "seed": {"seed": 1.5},
         "offload_model": {"offload_model": "perhaps"},
+        "progress": {"progress": "bar"},
         "prompt_embeds": {"prompt_embeds": [1.0]},
         "prompt_embeds of another encoder": {"prompt_embeds": torch.zeros(4, 3)},
         "of another front end": {"noise_device": "cpu"},
@@ -240,6 +292,27 @@ def test_the_demo_has_a_notice_about_its_size(caplog: pytest.LogCaptureFixture) 
     model.generate_many(["a star"])
     (notice,) = [message for message in caplog.messages if "trained" in message]
     assert notice == "1280*720 is not a size the demo was trained on (64*64)."
+
+
+TRAINED_FRAMES = {"ti2v-5B": 121, "animate-14B": 77, "s2v-14B": 80}  # published; others have 81
+
+
+def test_videos_longer_than_the_training_have_a_notice(
+    tiny: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for task in PRESETS:
+        longest = TRAINED_FRAMES.get(task, 81)
+        name = "--infer_frames" if task == "s2v-14B" else "--frame_num"
+        for frames, count in ((longest, 0), (longest + 4, 1)):
+            notices = resolve_plan("--task", task, name, frames).notices
+            notices = [notice for notice in notices if "frames" in notice and "trained" in notice]
+            assert len(notices) == count, (task, frames, notices)
+            assert all(f"{frames} " in x and f" {longest} " in x for x in notices), notices
+    model = wan.WanT2V("t2v-1.3B", tiny("t2v-1.3B"))
+    for frames in (81, 85):  # checked, but not generated
+        model.generate_many(["a star"], size=(32, 32), frame_num=frames)
+    (notice,) = [text for text in caplog.messages if "frames" in text]
+    assert notice.startswith("85 frames are more than the 81 that the network was trained on")
 
 
 def test_a_video_is_saved(tmp_path: Path) -> None:

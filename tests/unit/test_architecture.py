@@ -52,6 +52,7 @@ WITHOUT_TORCH = (
     "wan.cli",
     "wan.settings",
     *(f"wan.utils.{name}" for name in ("env", "system", "files", "log", "trace")),
+    *("wan.utils.compiler_cache", "wan.utils.text_streams"),
     *METERS.split(),
     *(f"wan.checkpoint.{name}" for name in ("tensor_info", "config", "headers", "gguf", "layout")),
     *(f"wan.checkpoint.{name}" for name in ("keymaps", "prefixes", "w8a8_export")),
@@ -80,7 +81,7 @@ ONLY_IN = {
     "xfuser": "wan.kernels.xfuser",
     "pynvml": "wan.metering.nvml",
     "starlette": "wan.serve.app wan.serve.bodies wan.serve.guard wan.serve.page_routes "
-    "wan.serve.responses wan.serve.routes wan.serve.stored_files",
+    "wan.serve.responses wan.serve.root_path wan.serve.routes wan.serve.stored_files",
     "fsspec": "wan.serve.store",
     "uvicorn": "wan.serve.connections",
     "prometheus_client": "wan.serve.metrics",
@@ -190,20 +191,45 @@ def test_imports(path: Path) -> None:
     if is_under(name, METERS):
         at_run_time = {i for i in imports(path, types=False) if is_under(i, "wan")}
         assert not {i for i in at_run_time if not is_under(i, f"wan.utils.system {METERS}")}
-    assert not {i for i in imported if i.split(".")[0] in ("tools", "tests", "examples")}
     for library, users in ONLY_IN.items():
         assert is_under(name, users) or not {i for i in imported if is_under(i, library)}
     if is_under(name, " ".join(WITHOUT_TORCH)):
         assert not {i for i in loaded_modules(name) if is_under(i, "torch numpy")}
 
 
+# Folder -> the folders that its files may import; those of tests may import all.
+FOLDERS = {
+    "wan": {"wan"},
+    "examples": {"wan"},
+    "tools": {"wan", "tools"},
+    "benchmarks": {"wan", "tools", "benchmarks"},
+}
+# The parts of the tests with which some benchmarks start and drive a service.
+RIGS = "tests.serve.serving tests.serve.receiver tests.serve.jobs tests.dist tests.pipelines"
+SERVICE_BENCHMARKS = """
+    benchmarks.service benchmarks.service_soak benchmarks.service_clients benchmarks.video_loras
+    benchmarks.service_history benchmarks.service_connections benchmarks.changes
+"""
+
+
 def test_there_is_no_circle_of_files() -> None:
     """Imports inside of functions and for types count."""
-    edges = {name: PATHS.keys() & imports(path) for name, path in PATHS.items()}
+    paths = {module(path): path for path in [*PROGRAMS, *(REPO / "tests").rglob("*.py")]}
+    edges = {name: paths.keys() & imports(path) for name, path in paths.items()}
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_folders_import_those_below() -> None:
+    for path in PROGRAMS:
+        name = module(path)
+        others = {i for i in imports(path) if i.split(".")[0] in (*FOLDERS, "tests")}
+        if is_under(name, SERVICE_BENCHMARKS):
+            others = {i for i in others if not is_under(i, RIGS)}
+        allowed = FOLDERS.get(name.split(".")[0], {"wan"})
+        assert {i.split(".")[0] for i in others} <= allowed, f"{name} imports {others}"
 
 
 @for_each(FILES)
@@ -211,7 +237,9 @@ def test_restricted_interfaces_stay_in_their_modules(path: Path) -> None:
     """Few modules use the environment, the vendors' runtimes, or private names of PyTorch."""
     name, text = module(path), path.read_text()
     if not is_under(
-        name, "wan.utils.env wan.utils.system wan.distributed.rank_env wan.app.prompt_extend"
+        name,
+        "wan.utils.env wan.utils.system wan.utils.compiler_cache wan.utils.text_streams "
+        "wan.distributed.rank_env wan.app.prompt_extend",
     ):
         assert "os.environ" not in text and "getenv" not in text
     assert "MethodType" not in text
@@ -260,6 +288,7 @@ def _types(path: Path) -> list[str]:
     tree = tree_of(path)
     classes = [node.name for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
     targets = [t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
+    targets += [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
     names = [t.id.lstrip("_") for t in targets if isinstance(t, ast.Name)]
     return [name.lstrip("_") for name in classes] + [
         name for name in names if name[0].isupper() and not name.isupper()
@@ -280,6 +309,40 @@ def test_a_name_has_one_meaning() -> None:
             first = modules.setdefault(name, module(path))
             one_home = first == module(path) or name == "main"
             assert one_home, f"{name} is defined in {first} and {module(path)}"
+
+
+OTHER_WORDS = {
+    word
+    for line in (
+        "HighNoise LowPoly StyleHigh highV2 high_quality highway hinoise lowpoly yellow",
+        "style_H style_L style_high safetensors umt5xxl logit_scale blocks_0 vace_blocks_0",
+        "lora_left_I lora_left_N lora_right_I lora_right_N WxH Origin _run_",  # of examples
+        "cache_context cpp_extension tensor_split wait_for",  # of diffusers, PyTorch and asyncio
+    )
+    for word in line.split()
+}
+"""Words in backticks that the code does not have."""
+
+
+def _split_docs(path: Path) -> tuple[str, str]:
+    """The docstrings and comments of a file, and the rest of it."""
+    lines, docs = path.read_text().splitlines(), list[str]()
+    for node in nodes_of(path):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docs += lines[node.lineno - 1 : node.end_lineno]
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    code, _, comments = zip(*(line.partition("#") for line in lines), strict=True)
+    return "\n".join([*docs, *comments]), "\n".join(code)
+
+
+def test_names_in_docstrings_and_comments_exist() -> None:
+    """Each part of a name in backticks is a word of the package's code or a module of it."""
+    docs, code = zip(*map(_split_docs, FILES), strict=True)
+    words = {word for text in (*code, *map(str, FILES)) for word in re.findall(r"\w+", text)}
+    for path, text in zip(FILES, docs, strict=True):
+        names = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text)
+        stale = [x for x in names if {*x.split(".")} - words - OTHER_WORDS - {""}]
+        assert not stale, f"{module(path)} has {stale} in backticks"
 
 
 NO_NAMES = {
@@ -328,11 +391,12 @@ def test_names_say_what_they_name(path: Path) -> None:
 
 
 def test_import_wan_is_light() -> None:
-    script = "import wan, sys; print('torch' in sys.modules)"
+    """It loads no torch, and an editor can complete the names of the classes."""
+    script = "import wan, sys; print('torch' in sys.modules, {*wan.__all__} - {*dir(wan)})"
     process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=60
     )
-    assert process.stdout.strip() == "False" and process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "False set()" and process.returncode == 0, process.stderr
 
 
 def test_nothing_is_left_without_a_use() -> None:
@@ -415,6 +479,28 @@ def test_files_are_removed_in_one_place(path: Path) -> None:
     """Other calls could remove or replace files of the user."""
     if module(path) != "wan.utils.files":
         assert removals(path) == REMOVES.get(module(path), (set(), ""))[0]
+
+
+IMPERATIVES = {
+    *("Check", "Compute", "Draw", "List", "Load", "Make", "Measure", "Print", "Read", "Return"),
+    *("Run", "Send", "Wait", "Write", "Yield"),
+}
+
+
+@for_each(PROGRAMS)
+def test_docstrings_say_what_a_function_does(path: Path) -> None:
+    """In the indicative: "Returns the ranks.", not "Return the ranks."."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
+    docstrings = [ast.get_docstring(node) for node in nodes_of(path) if isinstance(node, kinds)]
+    assert not [text for text in docstrings if text and text.split()[0] in IMPERATIVES]
+
+
+@for_each([path for path in PROGRAMS if path.relative_to(REPO).parts[0] in ("tools", "benchmarks")])
+def test_programs_print_any_text(path: Path) -> None:
+    """They set up the encoding of arguments and outputs, or call what does."""
+    text = path.read_text()
+    if re.search(r"^if __name__ ", text, re.MULTILINE):
+        assert re.search(r"\b(set_up_text|run_program|run_training_program)\(", text)
 
 
 @for_each(PROGRAMS)

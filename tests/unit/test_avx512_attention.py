@@ -152,7 +152,7 @@ def test_the_flag_selects_both_kernels(backend: str, kind: type) -> None:
 
 
 @pytest.mark.usefixtures("any_cpu")
-@pytest.mark.parametrize("missing", ["compiler", "cache"])
+@pytest.mark.parametrize("missing", ["compiler", "cache", "private cache"])
 def test_without_a_compiler_or_a_cache(
     missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -163,7 +163,8 @@ def test_without_a_compiler_or_a_cache(
     CppCodeCache.cache_clear()
     file = tmp_path / "file"
     file.touch()
-    folder = tmp_path if missing == "compiler" else file / "folder"
+    folder = file / "folder" if missing == "cache" else tmp_path
+    tmp_path.chmod(0o777 if missing == "private cache" else 0o700)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     if missing == "compiler":
         monkeypatch.setattr(config.cpp, "cxx", (str(tmp_path / "g++"),))

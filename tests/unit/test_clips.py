@@ -22,11 +22,13 @@ from wan.media.audio import Audio
 from wan.modules import audio_encoder as sound
 from wan.pipeline.clips import generate_clips
 from wan.pipeline.pipeline import WorkSharing
+from wan.settings.errors import FileChangedError
 from wan.settings.presets import PRESETS
 from wan.tasks import speech2video
 from wan.tasks.animate import AnimateInputs, letterbox_image, make_ping_pong_indices
 from wan.tasks.animate import count_overlapping_clips as count_clips
 from wan.tasks.base import Clip, Inputs, VideoParams, make_video_params
+from wan.tasks.image2video import ChainedClips
 from wan.tasks.speech2video import PoseVideo
 from wan.utils.log import StageTimer
 
@@ -70,7 +72,7 @@ class FakePipeline:
         self.clip_images += images
         return torch.ones(1, 5, 6)
 
-    def denoise(self, video: Any) -> Tensor:
+    def denoise(self, video: Any, **_: Any) -> Tensor:
         return video.advance(self)
 
     def get(self, _: str) -> Any:
@@ -190,9 +192,15 @@ def test_clips_that_follow_a_sound(from_picture: bool, posed: bool) -> None:
     assert_resumes(pipeline, all_clips, request, inputs)
 
 
-@pytest.mark.parametrize(("replaces", "overlap"), [(False, 1), (True, 1), (False, 5), (True, 5)])
-def test_clips_of_a_character(replaces: bool, overlap: int) -> None:
-    """Poses of 23 frames, in clips of 13; after the last frame, the poses run backwards."""
+@pytest.mark.parametrize(
+    ("replaces", "overlap", "length"),
+    [(False, 1, 13), (True, 1, 13), (False, 5, 13), (True, 5, 13), (True, 1, 5), (False, 5, 9)],
+)
+def test_clips_of_a_character(replaces: bool, overlap: int, length: int) -> None:
+    """Poses of 23 frames, in clips; after the last frame, the poses run backwards.
+
+    Clips of 9 frames have four of their own, and hand over five.
+    """
     random, size = np.random.default_rng(3), (64, 48)
     sides = {"pose": (48, 64), "face": (32, 32), "background": (48, 64), "mask": (48, 64)}
     videos = {n: random.integers(0, 256, (23, *s, 3), dtype=np.uint8) for n, s in sides.items()}
@@ -200,39 +208,42 @@ def test_clips_of_a_character(replaces: bool, overlap: int) -> None:
     animate_inputs = AnimateInputs(
         reference_image=picture(31, 48), pose_size=size, num_frames=23, fps=30.0, readers=takes
     )
-    count = count_clips(23, 13, overlap)
-    values = {**SAMPLING, "frame_num": 13, "refert_num": overlap, "replace_flag": replaces}
+    count = count_clips(23, length, overlap)
+    values = {**SAMPLING, "frame_num": length, "refert_num": overlap, "replace_flag": replaces}
     values |= {"size": size, "num_source_frames": 23, "num_clip": count}
     request, pipeline = make_video_params(PRESETS["animate-14B"], values), FakePipeline()
-    assert count == {1: 2, 5: 3}[overlap]
+    assert count == {(1, 13): 2, (5, 13): 3, (1, 5): 6, (5, 9): 5}[overlap, length]
     clip_iterator: Any = generate_clips(pipeline, request, animate_inputs)  # type: ignore[arg-type]
     all_clips, draw = list(clip_iterator), torch.Generator().manual_seed(7)
     order = [*range(23), *range(21, 0, -1)]
     padded_reference = F.pad(levels(animate_inputs.reference_image), (16, 17), value=-1)
     assert_same(pipeline.clip_images[0], padded_reference)
-    previous_frames: Tensor | None = None
+    previous_frames, num_latents = None, (length + 3) // 4
     for index, clip in enumerate(all_clips):
-        start = index * (13 - overlap)
-        frame_indices = order[start : start + 13]
+        start = index * (length - overlap)
+        frame_indices = order[start : start + length]
         clip_inputs = {name: levels(x[frame_indices]) for name, x in videos.items()}
-        noise = torch.randn(16, 5, 6, 8, generator=draw)
+        noise = torch.randn(16, 1 + num_latents, 6, 8, generator=draw)
         assert_same(pipeline.of_clip(index, "cond")[0]["x"], noise, "noise")
-        known_frames, keep = torch.zeros(3, 13, 48, 64), torch.zeros(13, 6, 8)
+        known_frames, keep = torch.zeros(3, length, 48, 64), torch.zeros(length, 6, 8)
         if replaces:
             known_frames = clip_inputs["background"].clone()
             keep = 1 - torch.from_numpy(videos["mask"][frame_indices, ::8, ::8, 0] / 255).float()
         if previous_frames is not None:
             known_frames[:, :overlap], keep[:overlap] = previous_frames, 1
-        folded = torch.empty(4, 4, 6, 8)
+        folded = torch.empty(4, num_latents, 6, 8)
         for channel in range(4):
             folded[channel, 0] = keep[0]
-            for frame in (1, 2, 3):
+            for frame in range(1, num_latents):
                 folded[channel, frame] = keep[4 * frame - 3 + channel]
         reference = torch.cat(
             (torch.ones(4, 1, 6, 8), encode_by_averages(padded_reference[:, None]))
         )
         y = torch.cat((reference, torch.cat((folded, encode_by_averages(known_frames)))), dim=1)
-        faces = {"cond": clip_inputs["face"], "uncond": torch.tensor(-1.0).expand(3, 13, 512, 512)}
+        faces = {
+            "cond": clip_inputs["face"],
+            "uncond": torch.tensor(-1.0).expand(3, length, 512, 512),
+        }
         for (branch, face), text in zip(faces.items(), TEXTS, strict=True):
             for kwargs in pipeline.of_clip(index, branch):
                 assert kwargs["context"][0] is text
@@ -242,17 +253,28 @@ def test_clips_of_a_character(replaces: bool, overlap: int) -> None:
                 assert_same(kwargs["clip_fea"], torch.ones(1, 5, 6))
         latents, frames = pipeline.decoded[index]
         assert_same(latents, clip.latents[:, 1:])
-        frames = frames[:, overlap if index else 0 :]
         previous_frames = frames[:, -overlap:]
-        last = 23 - start - overlap if index + 1 == count else 13
+        frames = frames[:, overlap if index else 0 :]
+        last = 23 - start - overlap if index + 1 == count else length
         assert clip.frames is not None and torch.equal(clip.frames, frames[:, :last])
     assert sum(clip.frames.shape[1] for clip in all_clips) == 23
+    stored: Any = {"num_clips_done": 1, "clip_state": torch.zeros(3, overlap - 1, 48, 64)}
+    with pytest.raises(FileChangedError, match=f"{overlap - 1} frames"):
+        next(generate_clips(pipeline, request, replace(animate_inputs, **stored)))  # type: ignore[arg-type]
     assert_resumes(pipeline, all_clips, request, animate_inputs)
 
 
+def select_latents(maker: ChainedClips, index: int, latents: Tensor) -> Tensor:
+    """Stands for a task that does not decode the latents as they are."""
+    return latents * (index + 2)
+
+
 @pytest.mark.parametrize("failed", [False, True])
-def test_all_ranks_decode_again_what_the_main_rank_could_not(failed: bool) -> None:
+def test_all_ranks_decode_again_what_the_main_rank_could_not(
+    failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that decodes nothing in the background hears of the failure, and takes part."""
+    monkeypatch.setattr(ChainedClips, "select_latents", select_latents)
     values = {**SAMPLING, "chain": "latent", "num_clip": 2, "frame_num": 5, "max_area": 64 * 48}
     request = make_video_params(PRESETS["i2v-A14B"], values, (64, 48))
     pipeline: Any = FakePipeline()
@@ -260,7 +282,7 @@ def test_all_ranks_decode_again_what_the_main_rank_could_not(failed: bool) -> No
     pipeline.work_sharing = WorkSharing(run_on_rank0=lambda _: torch.tensor([float(failed)]))
     first, last = generate_clips(pipeline, request, Inputs(image=picture(64, 48)))
     decoded = [latents for latents, _ in pipeline.decoded]
-    expected = [first.latents, last.latents] if failed else [last.latents]
+    expected = [2 * first.latents, 3 * last.latents] if failed else [3 * last.latents]
     assert len(decoded) == len(expected) and all(map(torch.equal, decoded, expected))
 
 
@@ -276,30 +298,36 @@ def test_a_long_video_may_go_on_after_its_last_clip(chain: str) -> None:
     assert torch.equal(*states)
 
 
-def test_a_failure_waits_for_the_clip_that_is_decoded_meanwhile() -> None:
+def test_a_failure_waits_for_the_clip_that_is_decoded_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The next attempt may need the VAE."""
+    monkeypatch.setattr(ChainedClips, "select_latents", select_latents)
     values = {**SAMPLING, "chain": "latent", "num_clip": 2, "frame_num": 5, "max_area": 64 * 48}
     request = make_video_params(PRESETS["i2v-A14B"], values, (64, 48))
     pipeline: Any = FakePipeline()
     pipeline.is_main = pipeline.overlap_decoding = True
     pipeline.device = SimpleNamespace(torch_device=pipeline.torch_device)
     failed, decoded = Event(), Event()
+    all_latents = list[Tensor]()  # those of the clip, then those that are decoded
 
-    def decode_alone(*_: object) -> None:
+    def decode_alone(latents: Tensor, _: object) -> None:
+        all_latents.append(latents)
         failed.wait(10)
         time.sleep(0.02)
         decoded.set()
 
-    def denoise(loop: Any) -> Tensor:
+    def denoise(loop: Any, **_: Any) -> Tensor:
         if pipeline.calls:
             failed.set()
             raise MemoryError
-        return loop.advance(pipeline)
+        all_latents.append(loop.advance(pipeline))
+        return all_latents[0]
 
     pipeline.vae_runner, pipeline.denoise = SimpleNamespace(decode_alone=decode_alone), denoise
     with pytest.raises(MemoryError):
         list(generate_clips(pipeline, request, Inputs(image=picture(64, 48))))
-    assert decoded.is_set()
+    assert decoded.is_set() and torch.equal(all_latents[1], 2 * all_latents[0])
 
 
 def test_frames_past_the_end_of_a_video() -> None:

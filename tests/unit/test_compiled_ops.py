@@ -146,14 +146,15 @@ def test_with_autograd_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> N
     assert not graphs.graph_counts and net.blocks[0].self_attn.q.weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("missing", ["compiler", "cache"])
+@pytest.mark.parametrize("missing", ["compiler", "cache", "private cache"])
 def test_without_a_compiler_or_a_cache_everything_runs_as_it_is_written(
     missing: str, tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from torch._inductor import config
 
     (tmp_path / "file").touch()
-    cache = tmp_path if missing == "compiler" else tmp_path / "file" / "folder"
+    cache = tmp_path / "file" / "folder" if missing == "cache" else tmp_path
+    tmp_path.chmod(0o777 if missing == "private cache" else 0o700)
     compiler = str(tmp_path / "g++") if missing == "compiler" else "g++"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     torch._dynamo.reset()

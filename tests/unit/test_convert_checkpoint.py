@@ -36,6 +36,22 @@ def convert_to_float32(folder: Path, copy: Path) -> Path:
     return copy
 
 
+def test_links_of_a_checkpoint(tiny, tmp_path: Path, capsys) -> None:
+    """Folders that are links are copied; a link to nothing, or to its own folder, is refused."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(tiny("t2v-1.3B"), source)
+    shutil.move(source / "google", tmp_path / "google")
+    (source / "google").symlink_to(tmp_path / "google")
+    for target in ("gone", "."):
+        (source / "notes").symlink_to(target)
+        assert tool.main(["--ckpt_dir", str(source), "--out", str(out)]) == 2
+        assert f"{source}/notes is a link to " in capsys.readouterr().err and not out.exists()
+        (source / "notes").unlink()
+    assert tool.main(["--ckpt_dir", str(source), "--out", str(out)]) == 0
+    files = {path.relative_to(tmp_path) for path in (tmp_path / "google").rglob("*.json")}
+    assert files and all((out / path).is_file() for path in files)
+
+
 @pytest.mark.parametrize("layout", ["official", slow("diffusers")])
 def test_the_same_bits_from_half_the_bytes(layout: str, tiny, tmp_path: Path) -> None:
     source, out = convert_to_float32(tiny("t2v-A14B", layout), tmp_path / "fp32"), tmp_path / "bf16"

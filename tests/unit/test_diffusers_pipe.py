@@ -10,6 +10,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,8 @@ from wan.diffusers import (
     parallelize_transformer,
 )
 from wan.diffusers.hooks import get_session
+from wan.settings.errors import InputError
+from wan.settings.step_cache import POLICIES
 
 RELEASE = tuple(map(int, diffusers.__version__.split(".")[:2]))
 CPU = torch.device("cpu")
@@ -152,6 +155,57 @@ def test_deparallelize_restores_a_pipeline(video: Video, pipe: Any, expected: Te
     assert (video.latents(pipe) - expected).abs().max() <= TOLERANCE
     deparallelize(transformer)
     assert torch.equal(video.latents(pipe), expected)
+
+
+def describe_modules(pipe: Any) -> list[Any]:
+    """Returns the attributes, the hooks and the attention processor of each module."""
+    networks = [pipe.transformer, getattr(pipe, "transformer_2", None)]
+    return [
+        (
+            sorted(vars(m)),
+            len(m._forward_hooks),
+            len(m._forward_pre_hooks),
+            vars(m).get("processor"),
+        )
+        for network in networks
+        if network is not None
+        for m in network.modules()
+    ]
+
+
+@pytest.mark.parametrize("case", ["t2v", "animate", "control, low noise", "modular 2.2"])
+def test_nothing_is_left_of_a_removed_cache(case: str, make_pipe: Callable[[], Any]) -> None:
+    """Neither of any policy, with or without a video, nor of parallelism or a refused cache."""
+    pipe = make_pipe() if case == "t2v" else CASES[case]().pipe
+    untouched = describe_modules(pipe)
+    for name in (*POLICIES.keys() - {"steps"}, "steps:0"):
+        coefficients = {"coefficients": "1,0"} if name == "tea" else {}
+        with suppress(InputError):  # easy
+            apply_cache_on_pipe(pipe, name, **coefficients)
+            assert describe_modules(pipe) != untouched
+        apply_cache_on_pipe(pipe, "none")
+        assert describe_modules(pipe) == untouched, name
+    apply_cache_on_pipe(pipe, "none")
+    assert describe_modules(pipe) == untouched
+    parallelize_pipe(pipe)
+    parallelized = [names for names, *_ in describe_modules(pipe)]
+    apply_cache_on_pipe(apply_cache_on_pipe(pipe, "first_block"), "none")
+    assert [names for names, *_ in describe_modules(pipe)] == parallelized
+    assert describe_modules(deparallelize(pipe)) == untouched
+    assert describe_modules(deparallelize(pipe)) == untouched
+
+
+def test_a_pipeline_works_on_after_its_cache(
+    video: Video, pipe: Any, expected: Tensor, tmp_path: Path
+) -> None:
+    apply_cache_on_pipe(pipe, "steps:0", force=True)
+    assert not torch.equal(video.latents(pipe), expected)
+    apply_cache_on_pipe(pipe, "none")
+    pipe.transformer.save_pretrained(tmp_path)
+    assert torch.equal(video.latents(deepcopy(pipe)), expected)
+    assert torch.equal(video.latents(pipe), expected)
+    apply_cache_on_pipe(apply_cache_on_pipe(pipe, "steps:0,1", force=True), "none")
+    assert (video.latents(parallelize_pipe(pipe)) - expected).abs().max() <= TOLERANCE
 
 
 def remove_transformer(pipe: Any) -> Any:
@@ -316,6 +370,13 @@ def test_an_aborted_video_leaves_nothing(video: Video, pipe: Any) -> None:
         gc.collect()
         assert outputs[0]() is None, after
     assert session is not None
+
+
+def test_a_video_longer_than_the_training(
+    video: Video, pipe: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    replace(video, size=(16, 16), frames=85).latents(parallelize_pipe(pipe))
+    assert sum(text.startswith("85 frames are more than the 81") for text in caplog.messages) == 1
 
 
 def test_a_pipeline_in_bfloat16_may_cache_guidance(video: Video, pipe: Any) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from wan.settings.attention_modes import MODES
+from wan.settings.guidance import GUIDERS
 from wan.settings.kernels import DENSE_KERNELS, list_dense_kernels
+from wan.settings.noise_tables import NOISE_TABLES
 from wan.settings.presets import PRESETS
+from wan.settings.recipes import RECIPES
 from wan.settings.solvers import SOLVERS
+from wan.settings.step_cache import POLICY_VALUES
 
 REPO = Path(__file__).parents[2]
 EXTENDING = (REPO / "docs" / "extending.md").read_text()
@@ -31,11 +37,41 @@ def test_files_and_names_of_a_checklist_exist(section: str) -> None:
     assert not [n for n in code_names if not re.search(rf"\b{n.rpartition('.')[2]}\b", text)]
 
 
-def test_solvers_have_their_formulas() -> None:
-    """All solvers but the two official ones, which diffusers documents."""
-    text = (REPO / "docs" / "sampling.md").read_text()
-    solvers = SOLVERS.keys() - {"unipc", "dpm++"}
-    assert not [name for name in solvers if f"\n| `{name}` |" not in text]
+def _read_table(page: str, head: str) -> list[str]:
+    """The first cells of the table of a page whose head begins with these cells."""
+    text = (REPO / page).read_text()
+    tables = re.findall(r"^((?:\|.*\n)+)", text, re.M)
+    (table,) = [table for table in tables if table.startswith(f"| {head} |")]
+    return [row.split(" | ")[0].removeprefix("| ") for row in table.splitlines()[2:]]
+
+
+_OFFICIAL_SOLVERS = {"unipc", "dpm++"}  # diffusers documents them
+ROWS = {  # registry -> page, head of its table, and what the first cells of its rows contain
+    "solvers": ("docs/sampling.md", "Sampler | Step", SOLVERS.keys() - _OFFICIAL_SOLVERS),
+    "noise tables": ("docs/sampling.md", "`--sigmas`", NOISE_TABLES),
+    "guiders": ("docs/sampling.md", "Setting | Velocity", [f"--guider {name}" for name in GUIDERS]),
+    "step caches": ("docs/step_caches.md", "`--step_cache`", POLICY_VALUES[1:]),
+    "recipes": ("docs/few_step.md", "`--recipe`", RECIPES),
+    "tasks": ("README.md", "Task", PRESETS),
+    "modes": (
+        "docs/fa_power_cap.md",
+        "`--comm_type`",
+        [f"{n} {row.name}" for n, row in MODES.items()],
+    ),
+}
+
+
+def test_each_row_of_a_registry_has_its_row_in_a_page() -> None:
+    missing = {
+        (registry, name)
+        for registry, (page, head, names) in ROWS.items()
+        for name in names
+        if not any(
+            re.search(rf"(?<![\w+-]){re.escape(name)}(?![\w+-])", cell.replace("`", ""))
+            for cell in _read_table(page, head)
+        )
+    }
+    assert not missing
 
 
 def test_the_documents_name_every_mode() -> None:
@@ -54,8 +90,27 @@ def test_a_page_describes_the_kernels_without_xfuser() -> None:
     assert not [name for name in ours if f"\n- `{name}`: " not in text]
 
 
-def test_the_readme_names_every_task() -> None:
-    """With the folder of its weights."""
+def test_the_readme_names_the_weights_of_every_task() -> None:
     rows = [line for line in (REPO / "README.md").read_text().splitlines() if line[:1] == "|"]
     for task, preset in PRESETS.items():
         assert any(f"`{task}`" in row and f"/{preset.folder}`" in row for row in rows), task
+
+
+@pytest.mark.slow
+def test_type_checkers_accept_the_python_of_the_documents(tmp_path: Path) -> None:
+    """All blocks of a page, one after the other."""
+    for page in [*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("examples/**/*.md")]:
+        blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+        if blocks:
+            (tmp_path / f"page_{page.stem.replace('.', '_')}.py").write_text("\n".join(blocks))
+    files = sorted(tmp_path.iterdir())
+    assert len(files) >= 4
+    command = [sys.executable, "-m", "mypy", "--config-file", str(REPO / "pyproject.toml")]
+    process = subprocess.run(
+        [*command, "--cache-dir", str(tmp_path / "cache"), *map(str, files)],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        timeout=900,
+    )
+    assert process.returncode == 0, process.stdout

@@ -26,11 +26,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests import gguf_files
 from tests.conftest import slow
-from tests.gguf_files import dequantize, finish_gguf, get_quant_type, make_gguf_folders
 from tests.pipelines import build_quick_pipeline, count_owned_bytes, generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
+from tools import gguf_files
+from tools.gguf_files import dequantize, finish_gguf, get_quant_type, make_gguf_folders
 from wan.checkpoint.dequantise import TO_FLOAT, dequantize_gguf
 from wan.checkpoint.dit_shapes import convert_dit_tensors
 from wan.checkpoint.gguf import read_gguf_metadata
@@ -112,14 +112,15 @@ def test_compiled_values_of_any_bytes(kind: str) -> None:
         torch.testing.assert_close(values, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("missing", ["compiler", "cache"])
+@pytest.mark.parametrize("missing", ["compiler", "cache", "private cache"])
 def test_weights_are_dequantized_without_a_compiler_or_a_cache(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from torch._inductor import config
 
     (tmp_path / "file").touch()
-    cache = tmp_path if missing == "compiler" else tmp_path / "file" / "folder"
+    cache = tmp_path / "file" / "folder" if missing == "cache" else tmp_path
+    tmp_path.chmod(0o777 if missing == "private cache" else 0o700)
     compiler = str(tmp_path / "g++") if missing == "compiler" else "g++"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     torch._dynamo.reset()
@@ -257,6 +258,8 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         messages[name] = get_refusal(read_file_headers, path)
     counts = 2**64 - 1, 2**31, 70_000
     contents = {f"{keys} keys": struct.pack("<IQQ", 3, 0, keys) for keys in counts}
+    contents |= {f"{tensors} tensors": struct.pack("<IQQ", 3, tensors, 0) for tensors in counts}
+    contents["no name"] = struct.pack("<IQQQIQIQ", 3, 1, 0, 0, 1, 32, 0, 0)
     contents["strings"] = struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**21)
     for name, content in contents.items():
         path.write_bytes(b"GGUF" + content)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.pipelines import build_quick_pipeline
 from tests.refusals import check_refusals, get_refusal
 from wan import WanT2V
+from wan.app.record import read_generation_config
 from wan.checkpoint.config import read_dit_config
 from wan.checkpoint.dit_shapes import restore_patch_axes
 from wan.checkpoint.headers import compute_fingerprint, read_json, read_safetensors_header
@@ -220,6 +221,31 @@ def test_shards_may_be_links(sharded: Path, tmp_path: Path) -> None:
         shard.symlink_to(Path("..", "blobs", str(number)))
     files = inspect_checkpoint(sharded).list_files()
     assert len([file for file in files if file.parent == sharded]) == 4
+
+
+@pytest.mark.parametrize("layout", ["official", "diffusers"])
+def test_links_to_nothing(layout: str, tiny: Any, tmp_path: Path) -> None:
+    """Instead of any file or folder of a checkpoint: named with their target, never passed over."""
+    source = tiny("s2v-14B" if layout == "official" else "t2v-A14B", layout)
+    paths = [path.relative_to(source) for path in sorted(source.rglob("*"))]
+    sentences = {}
+    for index, broken in enumerate(paths):
+        folder, target = tmp_path / str(index), ("../gone", paths[index].name)[index % 2]
+        folder.mkdir()
+        for path in (path for path in paths if not path.is_relative_to(broken)):
+            if (source / path).is_dir():
+                (folder / path).mkdir()
+            else:
+                (folder / path).symlink_to(source / path)
+        (folder / broken).symlink_to(target)
+        try:
+            read_generation_config(folder)
+            sentences[str(broken)] = f"used: {inspect_checkpoint(folder)}"
+        except InputError as error:
+            is_named = str(folder / broken) in str(error) and f"link to {target}," in str(error)
+            sentences[str(broken)] = "" if is_named else str(error)
+    unread = {"scheduler", "scheduler/scheduler_config.json"}  # not needed here
+    assert {name: text for name, text in sentences.items() if text and name not in unread} == {}
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from torch import Tensor
 from tests.lora_files import LINEARS, Q, make_pair, merge_file, rename_to_diffusers
 from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint import lora
-from wan.checkpoint.layout import Checkpoint
-from wan.checkpoint.lora_names import find_name_refusal
+from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
+from wan.checkpoint.lora_names import find_name_refusal, split_suffix
+from wan.checkpoint.lora_reader import LoraFile, LoraReader
 from wan.checkpoint.prefixes import find_shared_prefix, strip_prefixes
+from wan.checkpoint.tensor_info import TensorInfo
 
 DOTTED = ("_orig_mod.", "module.", "model.", "pipe.dit.", "dit.", "diffusion_model.")
 DOTTED += ("transformer.", "base_model.model.", "base_model.model.model._orig_mod.")
@@ -24,9 +27,10 @@ DOTTED += ("module._orig_mod.pipe.", "any.thing.", "style.")
 FLAT = ("lora_unet_", "lora_unet__", "lycoris_", "lora_transformer_", "lora_dit_", "mine_")
 
 
+@pytest.mark.parametrize("count", [-1, 1], ids=["flat", "flat up to the number"])
 @pytest.mark.parametrize("spell", [str, rename_to_diffusers], ids=["official", "diffusers"])
 def test_every_prefix_names_the_same_layers(
-    spell: Any, weights: dict[str, Tensor], dense: Checkpoint, tmp_path: Path
+    spell: Any, count: int, weights: dict[str, Tensor], dense: Checkpoint, tmp_path: Path
 ) -> None:
     """Also prefixes of no known program, if all names have them; layers with dots or without."""
     path, wrong = tmp_path / "x.safetensors", []
@@ -34,7 +38,7 @@ def test_every_prefix_names_the_same_layers(
     for prefix in (*DOTTED, *FLAT):
         tensors, expected = {}, {}
         for layer, (down, up) in pairs.items():
-            name = spell(layer) if prefix in DOTTED else spell(layer).replace(".", "_")
+            name = spell(layer) if prefix in DOTTED else spell(layer).replace(".", "_", count)
             names = f"{prefix}{name}.lora_up.weight", f"{prefix}{name}.lora_down.weight"
             tensors |= {names[0]: up.clone(), names[1]: down.clone()}
             expected[f"{layer}.weight"] = names
@@ -44,6 +48,72 @@ def test_every_prefix_names_the_same_layers(
         if {name: tuple(x.name for x in group) for name, group in infos.items()} != expected:
             wrong.append(prefix)
     assert not wrong
+
+
+FLAT_PARTS = ("", "lora_unet_", "lora_unet.", "lycoris_", "lora_transformer_", "diffusion_model_")
+
+
+@pytest.mark.parametrize("task", ["vace-1.3B", "animate-14B", "s2v-14B"])
+def test_separators_are_read_by_the_module_tree(task: str, tiny: Any, tmp_path: Path) -> None:
+    """Dots and underscores in any mixture, in every layer and for every kind of adapter."""
+    network, path = inspect_checkpoint(tiny(task)).experts["dit"].tensors, tmp_path / "x.sft"
+    random, wrong = Random(0), []
+    ends = (
+        ("lora_down.weight", "lora_up.weight", "alpha"),
+        ("lora_A.weight", "lora_B.weight", "dora_scale"),
+        ("hada_w1_b", "hada_w1_a", "hada_w2_b", "hada_w2_a"),
+        ("lokr_w2_b", "lokr_w2_a", "lokr_w1"),
+    )
+    for prefix in FLAT_PARTS:
+        tensors, expected = {}, {}
+        for index, (name, info) in enumerate(network.items()):
+            layer = name.removesuffix(".weight")
+            if info.chunks or len(info.shape) != 2 or layer == name:
+                continue
+            spelling = rename_to_diffusers(layer) if index % 3 else layer
+            first, *rest = spelling.split(".")
+            mixed = prefix + first + "".join(random.choice("._") + word for word in rest)
+            rows, columns = info.shape
+            shapes = {"lora_B.weight": (rows, 1), "lora_up.weight": (rows, 1), "alpha": ()}
+            shapes |= {"dora_scale": (rows, 1), "lokr_w1": (1, 1)}
+            for end in ends[index % len(ends)]:
+                shape = (rows, 1) if end.endswith("_a") else shapes.get(end, (1, columns))
+                tensors[f"{mixed}.{end}"] = torch.ones(shape)
+            expected[name] = mixed
+            if f"{layer}.bias" in network:
+                tensors[f"{mixed}.diff_b"], expected[f"{layer}.bias"] = torch.ones(rows), mixed
+        save_file(tensors, path)
+        deltas = LoraReader(LoraFile(path), network, "dit").read().deltas
+        names = {name: group[0].infos[0].name for name, group in deltas.items()}
+        stems = {name: split_suffix(stored) for name, stored in names.items()}
+        assert len(expected) > 20
+        if {name: suffix and suffix.stem for name, suffix in stems.items()} != expected:
+            wrong.append(prefix)
+    assert not wrong
+
+
+def test_separators_that_leave_two_layers_are_refused(tmp_path: Path) -> None:
+    info = TensorInfo(tmp_path, "", "F32", (4, 4), 64)
+    network = {"blocks.0.a.b_c.weight": info, "blocks.0.a_b.c.weight": info}
+    path, found = tmp_path / "x.safetensors", {}
+    down, up = make_pair(torch.Size((4, 4)), 2)
+    for name in ("blocks.0.a.b_c", "blocks.0.a_b.c", "blocks_0.a_b_c", "blocks.0.a.b.c"):
+        save_file({f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}, path)
+        reader = LoraReader(LoraFile(path), network, "dit")
+        found[name] = get_refusal(lambda reader=reader: print(*reader.read().deltas))
+    assert not found["blocks.0.a.b_c"] and not found["blocks.0.a_b.c"]
+    check_refusals("LoRA: separators", {"two layers": found["blocks_0.a_b_c"]})
+    assert "may mean" in found["blocks.0.a.b.c"]
+
+
+@pytest.mark.parametrize("prefix", ["transformer_", "model_", "refiner_", "audio_", "my_"])
+def test_a_word_before_a_dotted_module_is_no_prefix(
+    prefix: str, dense: Checkpoint, tmp_path: Path
+) -> None:
+    """`transformer_blocks.0` and `refiner_blocks.0` are layers of other networks."""
+    path = tmp_path / "x.safetensors"
+    save_file(make_pairs(prefix, Q), path)
+    assert f"{prefix}{Q}" in get_refusal(merge_file, path, dense)
 
 
 @pytest.mark.parametrize("adapter", ["default", "default_0", "style-1", "weight"])

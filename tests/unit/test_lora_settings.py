@@ -116,8 +116,8 @@ def check_factors(
         torch.testing.assert_close(actual[f"{layer}.weight"].double(), exact, atol=1e-9, rtol=2e-7)
 
 
-def test_alphas_of_layers_count_and_then_nothing_of_peft(dense: Checkpoint, tmp_path: Path) -> None:
-    """A factor of alpha 6 / rank 4, and of 1 for a layer without an alpha."""
+def test_alphas_of_layers_count_before_those_of_peft(dense: Checkpoint, tmp_path: Path) -> None:
+    """PEFT's settings divide them by sqrt(rank), and have the alphas of the other layers."""
     down, up = make_pair(torch.Size((96, 96)), 4)
     settings = {"r": 4, "lora_alpha": 32, "use_rslora": True}
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
@@ -126,7 +126,34 @@ def test_alphas_of_layers_count_and_then_nothing_of_peft(dense: Checkpoint, tmp_
         tensors["transformer.blocks.0.attn1.to_q.alpha"] = torch.tensor(6, dtype=dtype)
         path = tmp_path / "x.safetensors"
         save_with_settings(tensors, path, settings, prefix="transformer.")
-        check_factors(path, dense, {Q: 1.5, V: 1.0}, down, up)
+        check_factors(path, dense, {Q: 6 / 2, V: 32 / 2}, down, up)
+    save_with_settings(
+        tensors, path, settings | {"use_rslora": False, "alpha_pattern": {"to_v": 2}}
+    )
+    check_factors(path, dense, {Q: 6 / 4, V: 2 / 4}, down, up)
+    save_file(tensors, path)
+    check_factors(path, dense, {Q: 6 / 4, V: 1}, down, up)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_alphas_beside_the_rslora_of_peft(dense: Checkpoint, tmp_path: Path) -> None:
+    """PEFT's own scale of a layer with a pattern and one without, if a program adds alphas."""
+    from peft import LoraConfig, get_peft_model
+
+    network: Any = torch.nn.ModuleDict({"q": torch.nn.Linear(96, 96), "v": torch.nn.Linear(96, 96)})
+    pattern = {"rank_pattern": {"v": 9}, "alpha_pattern": {"v": 5}}
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["q", "v"], use_rslora=True, **pattern)
+    model: Any = get_peft_model(network, config)
+    scales = {x: model.base_model.model[x].scaling["default"] for x in "qv"}
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    for layer, name, rank, alpha in ((Q, "q", 4, 6.0), (V, "v", 9, 5.0)):
+        down, up = make_pair(torch.Size((96, 96)), rank)
+        tensors = {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+        save_file(tensors | {f"{layer}.alpha": torch.tensor(alpha)}, path)
+        check_factors(path, dense, {layer: scales[name]}, down, up)
+        save_file(tensors, path)
+        check_factors(path, dense, {layer: scales[name]}, down, up)
 
 
 def test_adapter_config_counts_before_the_metadata(dense: Checkpoint, tmp_path: Path) -> None:

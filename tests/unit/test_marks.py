@@ -48,6 +48,21 @@ def int8(weight: Tensor, by_row: bool = False) -> Stored:
     return {"weight": values, "weight_scale": scale}, values.float() * scale
 
 
+def float8_blocks(
+    weight: Tensor, block: tuple[int, int], name: str = "weight_scale_inv", **options: Any
+) -> Stored:
+    """Quantises with a scale for each block, of which the last ones may be smaller."""
+    rows, columns = (torch.arange(n) // size for n, size in zip(weight.shape, block, strict=True))
+    scale = torch.zeros(int(rows[-1]) + 1, int(columns[-1]) + 1)
+    for i, j in product(*map(range, scale.shape)):
+        scale[i, j] = weight[rows == i][:, columns == j].abs().max() / 448
+    scale = scale.to(options.get("scale_dtype", torch.float32))
+    by_value = scale.float()[rows][:, columns]
+    values = (weight / by_value).to(options.get("dtype", torch.float8_e4m3fn))
+    stored = scale.unsqueeze(-1) if options.get("has_third_axis") else scale
+    return {"weight": values, name: stored}, values.float() * by_value
+
+
 def nvfp4(weight: Tensor) -> Stored:
     """Quantises to NVFP4, with the block scales in cuBLAS's layout, element by element."""
     rows, columns = weight.shape
@@ -80,6 +95,17 @@ FORMATS: dict[str, tuple[str, Callable[[Tensor], Stored]]] = {
     "int8": ("int8_tensorwise", int8),
     "int8 by row": ("int8_tensorwise", lambda weight: int8(weight, by_row=True)),
     "nvfp4": ("nvfp4", nvfp4),
+    "row blocks": ("float8_e4m3fn", partial(float8_blocks, block=(1, 16), has_third_axis=True)),
+    "row blocks of 24, two axes": (
+        "float8_e4m3fn",
+        partial(float8_blocks, block=(1, 24), name="scale_weight", scale_dtype=torch.bfloat16),
+    ),
+    "row blocks of 32, e5m2": (
+        "float8_e5m2",
+        partial(float8_blocks, block=(1, 32), dtype=torch.float8_e5m2, scale_dtype=torch.float16),
+    ),
+    "blocks of 128": ("float8_e4m3fn", partial(float8_blocks, block=(128, 128))),
+    "blocks of 32": ("float8_e4m3fn", partial(float8_blocks, block=(32, 32))),
 }
 
 
@@ -118,6 +144,8 @@ def test_a_slice_has_the_scales_of_its_rows(tmp_path: Path) -> None:
 
 def test_values(tmp_path: Path) -> None:
     for form, shape in product(FORMATS, ((96, 192), (256, 64), (300, 48))):
+        if ("24" in form and shape[1] % 24) or ("32" in form and shape[1] % 32):
+            continue  # blocks of a row fill it
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         stored, dequantised = quantise_state({"blocks.0.q.weight": weight}, form)
         tensors = save_and_collect(tmp_path / "x.safetensors", stored)
@@ -129,7 +157,7 @@ def test_values(tmp_path: Path) -> None:
             assert torch.equal(values, dequantised["blocks.0.q.weight"][rows]), (form, shape, rows)
 
 
-@pytest.mark.parametrize("form", ["float8 e5m2", slow("int8 by row"), slow("nvfp4")])
+@pytest.mark.parametrize("form", ["row blocks of 32, e5m2", slow("int8 by row"), slow("nvfp4")])
 def test_a_run_is_that_of_the_values(
     form: str, tiny: Any, tmp_path: Path, one_thread: None
 ) -> None:
@@ -144,7 +172,8 @@ def test_a_run_is_that_of_the_values(
     save_file(dequantised, plain / file)
     expected = generate_quick_latents(plain, *FLAGS)
     assert torch.equal(generate_quick_latents(quantised, *FLAGS), expected)
-    way = ("--fp8_weights", "keep") if "float8" in form else ("--offload_model", "block")
+    is_fp8 = FORMATS[form][0].startswith("float8")
+    way = ("--fp8_weights", "keep") if is_fp8 else ("--offload_model", "block")
     assert torch.equal(generate_quick_latents(quantised, *FLAGS, *way), expected)
 
 
@@ -267,6 +296,38 @@ def test_refused_files(tmp_path: Path) -> None:
             save_and_collect, path, tensors
         )
     check_refusals("marks", messages)
+
+
+def test_scales_that_fit_no_blocks_are_refused(tmp_path: Path) -> None:
+    """Also those of which nobody can tell whether they are of rows or of columns."""
+    path, messages = tmp_path / "x.safetensors", {}
+    for shape, scale_shape in (
+        ((96, 96), (1, 96)),
+        ((96, 96), (96,) * 3),
+        ((96, 96), (2, 3, 4)),
+        ((96, 100), (5, 7)),
+        ((96, 100), (95, 1)),
+        ((96, 96), (96, 0)),
+    ):
+        tensors = {"a.weight": torch.zeros(shape).to(torch.float8_e4m3fn)}
+        tensors["a.scale_weight"] = torch.ones(scale_shape)
+        messages[f"{shape} {scale_shape}"] = get_refusal(save_and_collect, path, tensors)
+    check_refusals("marks: shapes of scales", messages)
+
+
+def test_scales_of_a_convolution_and_of_slices(tmp_path: Path) -> None:
+    """A slice that begins within a block, as a CLIP's, and a weight of five axes."""
+    stored, weight = float8_blocks(torch.randn(24, 40), (16, 16))
+    tensors = {f"a.{name}": x for name, x in stored.items()}
+    info = save_and_collect(tmp_path / "x.safetensors", tensors)["a.weight"]
+    source = open_sources({"x": replace(info, shape=(8, 40), first_row=12)})["x"]
+    assert torch.equal(source.read(slice(2, 7)), weight[14:19])
+    values = torch.randn(8, 4, 1, 2, 2).to(torch.float8_e4m3fn)
+    scale = torch.rand(8, 1)
+    tensors = {"a.weight": values, "a.weight_scale": scale}
+    source = open_sources(save_and_collect(tmp_path / "x.safetensors", tensors))["a.weight"]
+    expected = values.float() * scale.view(8, 1, 1, 1, 1)
+    assert torch.equal(source.read(slice(3, 8)), expected[3:])
 
 
 JSON: list[Any] = [None, True, 5, 1.5, "", "x", [], [1], {}, {"x": []}]

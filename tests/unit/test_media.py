@@ -49,6 +49,24 @@ def write_clock_video(path: Path, *, late: float = 0.0, variable: bool = True) -
     return path
 
 
+def test_files_without_a_video(tmp_path: Path) -> None:
+    """The refusal says what the file holds instead, whatever its name."""
+    picture, sound, cover = (tmp_path / name for name in ("a.png", "a.mp3", "cover.mp3"))
+    Image.new("RGB", (64, 48)).save(picture)
+    ffmpeg(*lavfi("sine=d=0.2"), sound)
+    streams = ["-map", 0, "-map", 1, "-c", "copy", "-disposition:v", "attached_pic"]
+    ffmpeg("-i", sound, "-i", picture, *streams, cover)
+    shutil.copy(picture, tmp_path / "picture.mp4")
+    ffmpeg(*lavfi("sine=d=0.2"), tmp_path / "sound.mp4")
+    for name, content in {
+        **dict.fromkeys(("a.png", "picture.mp4"), "a still image"),
+        **dict.fromkeys(("a.mp3", "sound.mp4"), "only sound;"),
+        "cover.mp3": "only a cover picture and sound;",
+    }.items():
+        with pytest.raises(InputError, match=content):
+            video_reader.read_video(tmp_path / name, "`src_video`")
+
+
 def seconds_shown(frames: np.ndarray) -> np.ndarray:
     return (frames[:, 32, :, 0] > 127).mean(axis=1) * 1.2
 
@@ -269,7 +287,7 @@ def test_a_sound_shorter_than_the_video(tmp_path: Path) -> None:
     make_sound.write_wav(sound, 0.5)
     audio.add_audio(silent, sound, out)
     assert video_reader.count_stored_frames(out) <= 9
-    audio.add_audio(silent, sound, out, pads_audio=True)
+    audio.add_audio(silent, sound, out, min_seconds=1.0)
     assert video_reader.count_stored_frames(out) == 16
 
 

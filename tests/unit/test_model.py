@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
-from benchmarks.common import measure_peak_bytes
 from tests.numerics.recorded import STEP, SampleRecorder
 from tests.refusals import check_refusals, get_refusal
+from tools.measuring import measure_peak_bytes
 from wan.kernels.forward_context import StepInfo
 from wan.kernels.interfaces import SmallOps
 from wan.kernels.sdpa import SdpaKernel

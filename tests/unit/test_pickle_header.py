@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -143,9 +144,15 @@ def test_entries_marked_as_folders_and_without_crc(tmp_path: Path) -> None:
     assert torch.equal(open_sources(read_file_headers(path))["x"].read(slice(None)), BASE)
 
 
-def write_archive(path: Path, pickle: bytes, compression: int = zipfile.ZIP_STORED) -> Path:
-    with zipfile.ZipFile(path, "w", compression) as archive:
-        archive.writestr("x/data.pkl", pickle)
+def write_archive(
+    path: Path, pickle: bytes, compression: int = zipfile.ZIP_STORED, again: bool = False
+) -> Path:
+    with (
+        warnings.catch_warnings(action="ignore"),
+        zipfile.ZipFile(path, "w", compression) as archive,
+    ):
+        for _ in range(1 + again):
+            archive.writestr("x/data.pkl", pickle)
         archive.writestr("x/data/0", bytes(96))
     return path
 
@@ -153,6 +160,20 @@ def write_archive(path: Path, pickle: bytes, compression: int = zipfile.ZIP_STOR
 def make_nested_key() -> bytes:
     """A dictionary whose key is a tuple of 2 ** 60 leaves: its hash would take for ever."""
     return b"\x80\x02}(K\x01" + b"q\x00h\x00\x86" * 60 + b"K\x01u."
+
+
+NUMBER, ONE = b"\x8a\xfe" + b"\xff" * 253 + b"\x7f", b"K\x01"  # 2 ** 2031 - 1, and 1
+
+
+def make_tensor_pickle(
+    shape: bytes, strides: bytes, offset: bytes = b"K\x00", count: int = 1
+) -> bytes:
+    """A pickle of tensors of one shape; the arguments are opcodes of numbers."""
+    storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x18tQ"
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + offset
+    tensor += b"(" + shape + b"t(" + strides + b"t\x89NtR"
+    names = (b"X\x08\0\0\0%08d" % index for index in range(count))
+    return b"\x80\x02}(" + b"".join(name + tensor for name in names) + b"u."
 
 
 def read_saved_pickle(path: Path, content: Any) -> bytes:
@@ -182,6 +203,19 @@ def test_hostile_and_foreign_files(tmp_path: Path) -> None:
         "a damaged entry": lambda path: path.write_bytes(
             whole.replace(b"a/data/0", b"a/data/1", 1)
         ),
+        "many axes": lambda path: write_archive(
+            path, make_tensor_pickle(NUMBER * 20_000, ONE * 20_000)
+        ),
+        "many tensors of many axes": lambda path: write_archive(
+            path, make_tensor_pickle(NUMBER * 99, NUMBER * 99, NUMBER, 200)
+        ),
+        "a large size": lambda path: write_archive(path, make_tensor_pickle(NUMBER, ONE)),
+        "a large stride": lambda path: write_archive(path, make_tensor_pickle(ONE, NUMBER)),
+        "a large offset": lambda path: write_archive(path, make_tensor_pickle(ONE, ONE, NUMBER)),
+        "no sizes": lambda path: write_archive(
+            path, make_tensor_pickle(ONE, ONE).replace(b"(" + ONE + b"t", ONE)
+        ),
+        "two entries of one name": lambda path: write_archive(path, pickle, again=True),
         "a tensor past its end": lambda path: write_archive(
             path, pickle.replace(b"K\x18\x85", b"K\x19\x85")
         ),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -183,6 +185,40 @@ def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path, capsys, monkeypat
     assert path.read_text() == "precious" and [*tmp_path.iterdir()] == [path]
 
 
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONIOENCODING": "latin-1"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "utf-8"},
+    ],
+    ids=str,
+)
+def test_text_in_any_locale(locale: dict[str, str], tmp_path: Path) -> None:
+    """Arguments and names of files are UTF-8; what an output cannot encode is escaped."""
+    text = "狐狸 é"
+    (program := tmp_path / "program.py").write_text(
+        "import sys\nfrom pathlib import Path\nfrom wan.app.programs import run_program\n"
+        "def main():\n    print(sys.argv[1], '\\udcff')\n"
+        "    Path(sys.argv[1]).write_text(sys.argv[1])\n"
+        "sys.exit(run_program(main))\n"
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    result = subprocess.run(
+        [sys.executable, program, text],
+        env=environ | {"PYTHONPATH": str(REPO)} | locale,
+        cwd=tmp_path,
+        capture_output=True,
+    )
+    assert result.returncode == 0 and result.stderr == b"", result
+    encoding = locale.get("PYTHONIOENCODING", "ascii")
+    assert result.stdout.decode(encoding) == (
+        f"{text} \udcff\n".encode(encoding, "backslashreplace").decode(encoding)
+    )
+    assert (tmp_path / text).read_text(encoding="utf-8") == text
+
+
 def test_types_of_options(tmp_path: Path, capsys) -> None:
     kind = make_marked_kind("a text", b"ours")
     assert (
@@ -253,3 +289,43 @@ def test_results_of_another_program(tmp_path: Path) -> None:
         path.write_text(line + "\n")
         with pytest.raises(InputError):
             read_results(path)
+
+
+@pytest.mark.parametrize(
+    ("program", "package"),
+    [
+        ("examples/xfuser_program.py", "xfuser"),
+        ("examples/serve/ray_app.py", "ray"),
+        ("benchmarks/quantised_timeline.py", "matplotlib"),
+        ("benchmarks/residency.py", "gguf"),
+        ("benchmarks/changes.py", "gguf"),
+        ("benchmarks/mlperf/driver.py", "mlperf_loadgen"),
+        ("benchmarks/service.py", "openai"),
+        ("tools/flags_table.py", "gguf"),
+    ],
+)
+def test_a_missing_package_is_named(
+    program: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """In one sentence with the command that installs it, and exit code 2."""
+    importers = ("tools.gguf_files", "tools.checkpoint_names", "benchmarks.residency")
+    for name in (*importers, "tests.serve.serving"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("aiohttp", package):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(sys, "argv", [program])
+    with pytest.raises(SystemExit) as exit_info:
+        runpy.run_path(str(REPO / program), run_name="__main__")
+    lines = capsys.readouterr().err.splitlines()
+    assert exit_info.value.code == 2 and len(lines) == 1
+    assert lines[0].startswith(f"{Path(program).name}: The package ") and "pip install" in lines[0]
+
+
+def test_a_missing_package_of_a_program_that_runs(monkeypatch, capsys) -> None:
+    """Other missing modules are defects, with a traceback."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "json.nothing", None)
+    assert run_program(lambda: importlib.import_module("matplotlib.figure") and 0, "plot") == 2
+    assert capsys.readouterr().err.startswith("plot: The package matplotlib is not installed")
+    with pytest.raises(ModuleNotFoundError):
+        run_program(lambda: importlib.import_module("json.nothing") and 0)

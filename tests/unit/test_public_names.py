@@ -24,7 +24,15 @@ NAMES = Path(__file__).parents[1] / "public_names.txt"
 CALLS = (
     *(
         f"wan.{name}.{call}"
-        for name in ("WanT2V", "WanI2V", "WanTI2V", "WanS2V", "WanAnimate", "WanVace")
+        for name in (
+            "WanT2V",
+            "WanI2V",
+            "WanTI2V",
+            "WanS2V",
+            "WanAnimate",
+            "WanAnimate2",
+            "WanVace",
+        )
         for call in ("__init__", "generate")
     ),
     "wan.diffusers.apply_cache_on_pipe",

@@ -10,11 +10,12 @@ import pytest
 
 from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals, get_refusal
+from wan.app import failures
 from wan.settings import flags, rules, values
-from wan.settings.errors import COMMAND_LINE_NAMING, InputError
+from wan.settings.errors import COMMAND_LINE_NAMING, InputError, WriteError
 from wan.settings.flags import DIFFUSERS_NAMING, FLAGS, PYTHON_NAMING
 from wan.settings.step_cache import POLICIES
-from wan.utils import env
+from wan.utils import env, log
 
 REPO = Path(__file__).parents[2]
 OF_CACHES = [rule for row in POLICIES.values() for rule in row.conflicts]
@@ -24,6 +25,24 @@ FRONT_ENDS = {
     "Python": (PYTHON_NAMING, {n for n, flag in FLAGS.items() if flag.python or flag.keyword}),
     "diffusers": (DIFFUSERS_NAMING, {n for n, flag in FLAGS.items() if flag.diffusers}),
 }
+
+
+def test_names_cannot_control_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    """C0, DEL, C1, line breaks, directions of text and half characters are escaped."""
+    name, shown = (
+        "模\u3000a\x1b[2J\x7f\x9b\u202e\n\u2028\udc41",
+        ("模\u3000a\\x1b[2J\\x7f\\x9b\\u202e\\n\\u2028\\udc41"),
+    )
+    assert str(InputError(name, name, name, name)) == f"{shown} {shown} {shown}; {shown}."
+    assert failures.describe_error(WriteError(name)) == shown
+    failures.print_error(name)
+    log.set_up_logging()
+    log.logger.info("%s", name)
+    log.logger.handlers = []
+    output = capfd.readouterr()
+    assert output.out.endswith(f"] {shown}\n")
+    for text in (output.err.removesuffix("\n"), values.format_value(name, str)):  # one space
+        assert text.isprintable() and "模 a\\x1b[2J\\x7f\\x9b\\u202e" in text
 
 
 class Placeholder:

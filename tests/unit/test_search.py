@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from sentencepiece import sentencepiece_model_pb2
 from transformers import T5Tokenizer
 
-from tests import gguf_files
 from tests.checkpoint_files import hold_same_networks, load_tensors, save_tensors
 from tests.lora_files import PAIR
 from tests.pipelines import build_quick_pipeline
 from tests.refusals import check_refusals, get_refusal
+from tools import gguf_files
 from wan.checkpoint.embedded_tokenizer import read_embedded_tokenizer
 from wan.checkpoint.keymaps import rename_t5_to_transformers
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
@@ -395,7 +395,9 @@ def test_damaged_tokenizers_are_refused(spiece: Path, tiny: Any, tmp_path: Path)
     for changed in STRANGE:
         path = gguf_files.write_vocabulary(tmp_path / "x.gguf", defaults | changed)
         messages[str(changed)] = get_refusal(read_embedded_tokenizer, path)
-    sentence = re.compile(r"\S+ holds a damaged tokenizer \(.+\); download it again\.")
+    sentence = re.compile(r"\S+ holds a damaged tokenizer( \(.+\))?; download it again\.")
+    of_python = re.compile(r"'\w+' object|attribute|argument|unpack|codec|\bindex\b|requires|Error")
+    assert not [message for message in messages.values() if of_python.search(message)]
     assert not {
         name: message for name, message in messages.items() if not sentence.fullmatch(message)
     }

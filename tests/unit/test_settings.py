@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,9 @@ from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import FLAGS
+from wan.settings.guidance import GUIDERS, Guidance
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
+from wan.settings.step_cache import POLICIES, StepCache
 from wan.tasks.base import make_video_params
 from wan.tasks.image2video import compute_i2v_size
 from wan.tasks.video2video import compute_ti2v_size
@@ -440,12 +442,37 @@ def test_the_tables_of_the_documents() -> None:
         assert text == flags_table.render_page(page), "run python tools/flags_table.py"
 
 
+def test_a_parameter_belongs_to_a_row_or_to_a_switch() -> None:
+    """Otherwise it would be accepted with guiders and policies on which it has no effect."""
+    switches = {"guider", "slg_blocks", "nag_scale", "step_cache", "use_attentioncache"}
+    of_all = {"step_cache_force"}
+    rows = [*GUIDERS.values(), *POLICIES.values()]
+    parameters = {name for row in rows for name in row.parameters}
+    flags = list_options(Guidance) | list_options(StepCache)
+    alone = {name for name, flag in flags.items() if flag.needs is None} - parameters
+    assert alone == switches | of_all and parameters <= flags.keys()
+
+
 def test_every_flag_is_read_where_it_acts() -> None:
     """A field that nothing reads would be accepted, recorded, and change nothing.
 
+    Names in the declarations of the settings (fields, rows of tables, rules) do not read a field.
     Those of the output are followed by tests/cli/test_output.py.
     """
     wan = Path(cli.__file__).parents[1]
-    text = "\n".join(path.read_text() for path in wan.rglob("*.py") if path.stem != "rules")
-    read_names = {*re.findall(r"\.(\w+)", text), *re.findall(r"[\"'](\w+)[\"']", text)}
-    assert flag_parser.FLAGS.keys() - list_options(Output).keys() <= read_names
+    read_names: set[str] = set()
+    for path in wan.rglob("*.py"):
+        if path.stem == "rules":
+            continue
+        tree = ast.parse(path.read_text())
+        is_declaration = path.parent.name == "settings"
+        functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
+        for root in functions if is_declaration else [tree]:
+            for node in ast.walk(root):
+                if isinstance(node, ast.Attribute):
+                    read_names.add(node.attr)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    read_names.add(node.value)
+    read_names.add("attentioncache_ratio")  # of the Ascend adaptation; documented as without effect
+    unread = flag_parser.FLAGS.keys() - list_options(Output).keys() - read_names
+    assert not unread, sorted(unread)

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from wan.metering.exchange_order import ExchangePlan, Trace
 from wan.metering.recording import make_exchange_plan, select_nth_steps
 from wan.power.__main__ import main as power
 from wan.power.report import GAP_EDGES_MS, analyze_trace
-from wan.power.timeline import Bar, make_bars, select_median_layer
+from wan.power.timeline import Bar, draw_timeline, make_bars, select_layers
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.utils import trace
@@ -430,9 +431,36 @@ def test_the_layer_of_median_duration_is_drawn() -> None:
         for name, *times in operations[: 1 if layer == 3 else 2]:
             times_ns = [10**6 * time for time in (*times, 0)]
             events.append(Event(name, {"layer": layer, "chunk": 7}, *times_ns))
-    chosen, inside = select_median_layer(Trace(PLAN, events, {}))
+    ((chosen, inside),) = select_layers([Trace(PLAN, events, {})])
     assert chosen.attributes["layer"] == 0
     assert [*make_bars(chosen, inside)] == [Bar("attention", "attention", 2, 2, "7")]
+
+
+def make_layers(durations: dict[int, int], chunk_ms: int) -> Trace:
+    """A trace with a layer of each index and duration, in which attention computes chunk 3."""
+    events = []
+    for layer, duration in durations.items():
+        begin = 1000 * layer
+        for name, length in (("layer", duration), ("attention", chunk_ms)):
+            times = (10**6 * time for time in (begin, begin + length, 0))
+            events.append(Event(name, {"step": 0, "layer": layer, "chunk": 3}, *times))
+    return Trace(PLAN, events, {})
+
+
+def test_the_same_layer_of_all_runs_is_drawn() -> None:
+    """That of median duration of the first run, if the others have it."""
+    runs = [make_layers(d, 1) for d in ({0: 10, 1: 30, 2: 20}, {0: 30, 1: 20, 2: 10})]
+    assert [layer.attributes["layer"] for layer, _ in select_layers(runs)] == [2, 2]
+    runs[1] = make_layers({5: 30, 6: 20, 7: 10}, 1)
+    assert [layer.attributes["layer"] for layer, _ in select_layers(runs)] == [2, 6]
+
+
+def test_the_caption_explains_the_numbers_that_are_drawn(tmp_path: Path) -> None:
+    """A short bar has no number."""
+    for chunk_ms in (1, 500):
+        with patch("matplotlib.axes.Axes.set_xlabel") as caption:
+            draw_timeline([("run", make_layers({0: 900}, chunk_ms))], tmp_path / "timeline.png")
+        assert ("number" in caption.call_args.args[0]) == (chunk_ms == 500)
 
 
 def test_an_edited_trace_is_caught(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -410,6 +410,7 @@ def test_refused(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
         "an expert of one network": [{"name": "good", "expert": "low_noise"}],
         "nine": ["good"] * 9,
         "no JSON": "{x",
+        "a name twice": '{"name": "x", "name": "x"}',
     }
     base = {"ckpt_dir": tiny("t2v-1.3B"), "task": "t2v-1.3B", "lora_folder": folder}
 

@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.pipelines import resolve_plan
+from tests.unit.test_marks import quantise_state
 from wan.app.run import Run
 from wan.checkpoint.load import make_dit_dtype_rule
 from wan.checkpoint.tensor_source import get_named_tensors
 from wan.pipeline import memory_estimate, weight_sizes
+from wan.pipeline.weight_transforms import install_weight_only_linears
 from wan.tasks.base import build_dit
 
 SMALL = ("--size", "64*64", "--device", "cuda")
@@ -51,6 +53,21 @@ def test_weights_of_a_dit(task: str, convert: bool, tiny: Any) -> None:
     sharded = weight_sizes.sum_dit_weights(run.setup, "cuda", 3)
     local_rows = (parameter.chunk(3)[0] for parameter in network.parameters())
     assert sharded.allocated == sum(rows.nbytes for rows in local_rows)
+
+
+def test_fp8_weights_with_scales_of_blocks(tiny: Any, tmp_path: Path) -> None:
+    """The values and the scales that a network keeps on its device, in float32."""
+    folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "t2v-1.3B"))
+    file = folder / "diffusion_pytorch_model.safetensors"
+    save_file(quantise_state(load_file(file), "row blocks")[0], file)
+    setup = plan_run("t2v-1.3B", folder, "--fp8_weights", "keep").setup
+    with torch.device("meta"):
+        network = build_dit(setup.checkpoint.config)
+    get_dtype = make_dit_dtype_rule(torch.bfloat16, False)
+    for name, parameter in network.named_parameters():
+        parameter.data = parameter.data.to(get_dtype(name, torch.bfloat16))
+    install_weight_only_linears(setup, "dit", "cuda", network, torch.bfloat16)
+    assert weight_sizes.sum_dit_weights(setup, "cuda", 1).allocated == count_bytes([network])
 
 
 def test_a_network_without_files_has_the_same_tensors(tiny: Any) -> None:

@@ -35,7 +35,7 @@ _LENGTHS = (9, 9, 9, 33)  # frames of the clips that windows of 9 frames are cut
 
 
 def make_autoencoder() -> Any:
-    """Make diffusers' autoencoder, with channels-last convolutions, the fastest layout on CPUs."""
+    """Makes diffusers' autoencoder, with channels-last convolutions, the fastest layout on CPUs."""
     from diffusers import AutoencoderKLWan
 
     vae = AutoencoderKLWan(base_dim=BASE_DIM, z_dim=16)
@@ -46,7 +46,7 @@ def make_autoencoder() -> Any:
 
 
 def _convolve_picture(conv: Any, x_B3FHW: Tensor, cache_x: Tensor | None = None) -> Tensor:
-    """Apply a causal convolution to a single frame: only the kernel's last time step matters."""
+    """Applies a causal convolution to a single frame: only the kernel's last time step matters."""
     if x_B3FHW.shape[2] > 1 or cache_x is not None:
         raise ValueError("Clips of several frames need the full convolution.")
     weight, padding = conv.weight[:, :, -1], conv._padding[0]  # equal on all sides
@@ -54,7 +54,7 @@ def _convolve_picture(conv: Any, x_B3FHW: Tensor, cache_x: Tensor | None = None)
 
 
 def patch_picture_convolutions(on: bool) -> Any:
-    """Return a context in which convolutions of single frames skip the time axis (2x faster)."""
+    """Returns a context in which convolutions of single frames skip the time axis (2x faster)."""
     from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 
     return mock.patch.object(WanCausalConv3d, "forward", _convolve_picture) if on else nullcontext()
@@ -62,7 +62,7 @@ def patch_picture_convolutions(on: bool) -> Any:
 
 @torch.no_grad()
 def make_untrained_autoencoder() -> Any:
-    """Make a network whose residual branches are zero and whose convolutions see one frame.
+    """Makes a network whose residual branches are zero and whose convolutions see one frame.
 
     Temporal downsampling averages two frames and upsampling repeats them, so that training on
     single pictures carries over to clips without motion.
@@ -87,7 +87,7 @@ def make_untrained_autoencoder() -> Any:
 
 
 def make_windows(seed: int, count: int) -> Tensor:
-    """Make windows of training clips of several lengths, uint8 [count, CLIP, SIDE, SIDE, 3]."""
+    """Makes windows of training clips of several lengths, uint8 [count, CLIP, SIDE, SIDE, 3]."""
     random = np.random.default_rng(seed)
     clips = []
     for index in range(count):
@@ -110,7 +110,7 @@ class Phase:
 
 
 def make_clip_batch(pool: Tensor, random: np.random.Generator, phase: Phase, count: int) -> Tensor:
-    """Crop random clips around their shapes, to float [B,3,F,H,W] in [-1, 1]."""
+    """Crops random clips around their shapes, to float [B,3,F,H,W] in [-1, 1]."""
     clips = []
     for row in random.integers(len(pool), size=count):
         first = int(random.integers(CLIP - phase.frames + 1))
@@ -120,7 +120,7 @@ def make_clip_batch(pool: Tensor, random: np.random.Generator, phase: Phase, cou
 
 
 def _crop_clip(clip_FHW3: Tensor, random: np.random.Generator, size: int) -> Tensor:
-    """Crop a square with a random pixel of a shape near its middle."""
+    """Crops a square with a random pixel of a shape near its middle."""
     shapes = (clip_FHW3[0] != clip_FHW3[0, 0, 0]).any(-1).nonzero()
     centre = shapes[int(random.integers(len(shapes)))] + torch.from_numpy(random.integers(-8, 9, 2))
     y, x = (int(c) for c in (centre - size // 2).clamp(0, SIDE - size))
@@ -128,7 +128,7 @@ def _crop_clip(clip_FHW3: Tensor, random: np.random.Generator, size: int) -> Ten
 
 
 def compute_autoencoder_loss(vae: Any, clips: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """Compute the reconstruction loss (L1 and squared) of a sampled latent plus a small KL term."""
+    """Computes the reconstruction loss (L1, squared) of a sampled latent plus a small KL term."""
     posterior = vae.encode(clips).latent_dist
     rebuilt = vae.decode(posterior.sample()).sample
     squared = F.mse_loss(rebuilt, clips)

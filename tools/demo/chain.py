@@ -62,7 +62,7 @@ Pixels = NDArray[np.uint8]
 
 
 def make_clip_scenes(seed: int, index: int, count: int) -> list[Scene]:
-    """Make the scenes of a video's clips: a shape moves from corner to corner, along one side."""
+    """Makes the scenes of a video's clips: a shape moves from corner to corner, along one side."""
     random = np.random.default_rng([seed, index])
     while True:
         colour, shape = str(random.choice(COLOURS)), str(random.choice(SHAPES))
@@ -84,7 +84,7 @@ def make_clip_scenes(seed: int, index: int, count: int) -> list[Scene]:
 
 
 def draw_clips(clips: list[Scene]) -> Iterator[Pixels]:
-    """Render each clip, [FRAMES,H,W,3]; later ones begin with the picture and four old frames."""
+    """Renders each clip, [FRAMES,H,W,3]; later ones begin with the picture and four old frames."""
     picture, previous = None, None
     for scene in clips:
         if picture is None or previous is None:
@@ -101,7 +101,7 @@ def draw_clips(clips: list[Scene]) -> Iterator[Pixels]:
 
 @torch.inference_mode()
 def encode_chain_clips(state: Path, count: int) -> None:
-    """Write latents of clips [N,16,f,h,w], CLIPS of each video, unless the file exists."""
+    """Writes latents of clips [N,16,f,h,w], CLIPS of each video, unless the file exists."""
     file = state / "chain.pt"
     if file.exists():
         return
@@ -114,7 +114,7 @@ def encode_chain_clips(state: Path, count: int) -> None:
 
 
 def train_chain_lora(state: Path, part: str, steps: int, peak: float) -> None:
-    """Train a LoRA by flow matching as in `tools.demo.dit`, with the condition of SVI 2.0 Pro."""
+    """Trains a LoRA by flow matching as in `tools.demo.dit`, with the condition of SVI 2.0 Pro."""
     torch.manual_seed(0)
     model = load_base_model()
     network = add_lora(model, part, RANK)
@@ -146,7 +146,7 @@ def train_chain_lora(state: Path, part: str, steps: int, peak: float) -> None:
 
 
 def score_chain(folder: Path, videos: int) -> None:
-    """Print the drift of videos of twenty clips with the LoRA, and of the plain chain."""
+    """Prints the drift of videos of twenty clips with the LoRA, and of the plain chain."""
     check_output(PICTURE, MARKED, "The picture")
     print("| Chain | Clips | Colour | Background | Area | Wrong ways, % | Jump at a join, pixels |")
     print("|---|---|---|---|---|---|---|")
@@ -178,7 +178,7 @@ def score_chain(folder: Path, videos: int) -> None:
 
 
 def generate_long_video(model: Any, clips: list[Scene], seed: int, latents: bool) -> Pixels:
-    """Generate a video of twenty clips, [F,H,W,3]."""
+    """Generates a video of twenty clips, [F,H,W,3]."""
     video = model.generate(
         "",
         Image.fromarray(next(draw_clips(clips))[0]),
@@ -197,7 +197,7 @@ def generate_long_video(model: Any, clips: list[Scene], seed: int, latents: bool
 def _measure_drift(
     frames: Pixels, clips: list[Scene], num_overlap_frames: int
 ) -> NDArray[np.floating[Any]]:
-    """Measure each clip: distances of colours (0 to 441), ratio of areas, wrong way, jump."""
+    """Measures each clip: distances of colours (0 to 441), ratio of areas, wrong way, jump."""
     masks = np.stack(
         [find_largest_part(mask) for mask in find_foreground(frames.astype(np.float32))]
     )
@@ -225,7 +225,7 @@ def _measure_drift(
 
 
 def _measure_frame(frame: Pixels, mask: NDArray[np.bool_]) -> tuple[Any, Any, float]:
-    """Measure the mean colours of the shape and the background, and the shape's area."""
+    """Measures the mean colours of the shape and the background, and the shape's area."""
     shape = frame[mask].mean(0) if mask.any() else np.zeros(3)
     return shape, frame[~mask].mean(0), float(mask.sum())
 
@@ -236,7 +236,7 @@ def _locate_shape(mask: NDArray[np.bool_]) -> NDArray[np.floating[Any]]:
 
 
 def _make_clip_strip(frames: Pixels, num_overlap_frames: int) -> Pixels:
-    """Draw the picture and the last frame of every clip, side by side."""
+    """Draws the picture and the last frame of every clip, side by side."""
     indices = [0, *(FRAMES - 1 + (FRAMES - num_overlap_frames) * np.arange(LONG))]
     return np.concatenate([frames[index] for index in indices], axis=1)
 

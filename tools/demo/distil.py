@@ -45,7 +45,7 @@ def make_prompt(index: int) -> str:
 
 @torch.inference_mode()
 def encode_trajectories(state: Path, count: int) -> None:
-    """Write the teacher's latents at the levels, [N,5,Z,f,h,w], unless the file exists."""
+    """Writes the teacher's latents at the levels, [N,5,Z,f,h,w], unless the file exists."""
     file = state / "passed.pt"
     if file.exists():
         return
@@ -73,7 +73,7 @@ def encode_trajectories(state: Path, count: int) -> None:
 
 
 def train_distilled_lora(state: Path, part: str, steps: int, peak: float) -> None:
-    """Train a LoRA on the velocities from each of the expert's levels straight to the next."""
+    """Trains a LoRA on the velocities from each of the expert's levels straight to the next."""
     torch.manual_seed(0)
     model = load_teacher()
     network = add_lora(model, part, RANK)
@@ -94,7 +94,7 @@ def train_distilled_lora(state: Path, part: str, steps: int, peak: float) -> Non
 
 
 def score_distilled(folder: Path, prompts: int) -> None:
-    """Print a table of few steps, distilled or not, the teacher's steps, and step caches."""
+    """Prints a table of few steps, distilled or not, the teacher's steps, and step caches."""
     usual: dict[str, Any] = {"shift": 12.0, "guide_scale": GUIDANCE}
     cached = {"step_cache": "first_block", "step_cache_threshold": 0.2}
     compared: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -29,6 +29,7 @@ from wan.modules.interfaces import ModelComponents, SingleDeviceAttention
 from wan.modules.model import WanModel
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS, TRAIN_TIMESTEPS, Preset
 from wan.settings.values import integer, real
+from wan.utils.torch_private import use_private_compiler_cache
 
 CONFIG: dict[str, Any] = {
     "dim": 192,
@@ -64,7 +65,7 @@ class TrainingKernel(SdpaKernel):
 
 
 def make_dit(kind: str) -> WanModel:
-    """Make an untrained DiT, which predicts zero velocity."""
+    """Makes an untrained DiT, which predicts zero velocity."""
     kernel = TrainingKernel()
     collaborators = ModelComponents(lambda _: SingleDeviceAttention(kernel), kernel)
     model = WanModel(model_type=kind, in_dim=IN_DIM[kind], **CONFIG, components=collaborators)
@@ -77,7 +78,7 @@ def make_dit(kind: str) -> WanModel:
 
 
 def make_initial_dit(kind: str, part: str, state: Path) -> WanModel:
-    """Make the network that an expert's training starts from.
+    """Makes the network that an expert's training starts from.
 
     i2v starts from t2v's weights, with zero weights for the channels of the image.
     """
@@ -105,7 +106,7 @@ class Clips:
         self._encoder = load_trained_encoder(state).to(get_device())
 
     def draw_batch(self, random: np.random.Generator) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """Draw latents [B,Z,f,h,w], prompt embeddings and y [B,20,f,h,w] of a step."""
+        """Draws latents [B,Z,f,h,w], prompt embeddings and y [B,20,f,h,w] of a step."""
         frames = int(random.choice(tuple(SHARES), p=tuple(SHARES.values())))
         latents = self._latents[frames]
         tokens = latents[0, 0].numel() // 4
@@ -132,14 +133,14 @@ class Clips:
 
 
 def make_image_condition(images_BZfhw: Tensor) -> Tensor:
-    """Make i2v's image condition: a mask of the first frame (4 channels) and its latents (16)."""
+    """Makes i2v's image condition: a mask of the first frame (4 channels) and its latents (16)."""
     mask = torch.zeros(len(images_BZfhw), 4, *images_BZfhw.shape[2:], device=images_BZfhw.device)
     mask[:, :, 0] = 1
     return torch.cat((mask, images_BZfhw), dim=1)
 
 
 def draw_sigmas(random: np.random.Generator, count: int, preset: Preset, part: str) -> Tensor:
-    """Draw sigmas, evenly spread before the shift, on the expert's side of the boundary."""
+    """Draws sigmas, evenly spread before the shift, on the expert's side of the boundary."""
     shift, boundary = preset.sample_shift, preset.boundary or 0.0
     border = boundary / (shift - (shift - 1) * boundary)
     low, high = (border, 1.0) if part == "high_noise" else (0.0, border)
@@ -151,7 +152,7 @@ def draw_sigmas(random: np.random.Generator, count: int, preset: Preset, part: s
 def compute_velocity_loss(
     model: Any, clips: Clips, preset: Preset, part: str, seed: list[int]
 ) -> Tensor:
-    """Compute the mean squared error of the velocity (noise minus latents) of a batch."""
+    """Computes the mean squared error of the velocity (noise minus latents) of a batch."""
     random = np.random.default_rng(seed)
     clean, context, y = clips.draw_batch(random)
     noise = torch.from_numpy(random.standard_normal(clean.shape, dtype=np.float32)).to(get_device())
@@ -192,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rank, ranks = join_processes(options.threads)
     preset, part = PRESETS[options.task], options.part
     model = make_initial_dit(preset.kind, part, options.state)
+    use_private_compiler_cache()
     for block in model.blocks:
         block.compile(dynamic=False)
     file = options.state / f"{preset.kind}_{part}.pt"

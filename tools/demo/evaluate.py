@@ -68,12 +68,12 @@ class Setting:
 
 
 def list_held_out_scenes(count: int) -> Iterator[tuple[int, Scene]]:
-    """List numbered scenes whose combination of words is held out from training."""
+    """Lists numbered scenes whose combination of words is held out from training."""
     return ((n, make_random_scene(_SEED, n, held_out=True)) for n in range(count))
 
 
 def to_pixels(video_3FHW: Tensor) -> NDArray[np.uint8]:
-    """Convert a video in [-1, 1] to uint8 [F,H,W,3]."""
+    """Converts a video in [-1, 1] to uint8 [F,H,W,3]."""
     pixels = ((video_3FHW + 1) * 127.5).round().clamp(0, 255).byte()
     return np.ascontiguousarray(pixels.permute(1, 2, 3, 0).numpy())
 
@@ -84,7 +84,7 @@ def compute_psnr(video: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> float:
 
 
 def judge_shapes(scene: Scene, detected: list[DetectedShape]) -> dict[str, list[bool]]:
-    """Judge for each actor of a scene whether its colour, shape and motion were detected."""
+    """Judges for each actor of a scene whether its colour, shape and motion were detected."""
     verdicts: dict[str, list[bool]] = {"colour": [], "shape": [], "motion": []}
     for actor, match in zip(scene.actors, _pair_shapes(scene.actors, detected), strict=True):
         verdicts["colour"].append(match is not None and match.colour == actor.colour)
@@ -96,7 +96,7 @@ def judge_shapes(scene: Scene, detected: list[DetectedShape]) -> dict[str, list[
 def _pair_shapes(
     actors: tuple[Actor, ...], detected: list[DetectedShape]
 ) -> list[DetectedShape | None]:
-    """Assign a detected shape to each actor: one of its colour, else the largest unassigned."""
+    """Assigns a detected shape to each actor: one of its colour, else the largest unassigned."""
     unmatched, matches = list(detected), dict[int, DetectedShape]()
     for number, actor in enumerate(actors):
         same = [s for s in unmatched if s.colour == actor.colour]
@@ -107,7 +107,7 @@ def _pair_shapes(
 
 
 def compute_rates(verdicts: list[dict[str, list[bool]]]) -> dict[str, float]:
-    """Compute the percent of correct answers over all actors."""
+    """Computes the percent of correct answers over all actors."""
     return {
         key: round(100 * float(np.mean([v for each in verdicts for v in each[key]])), 1)
         for key in verdicts[0]
@@ -117,7 +117,7 @@ def compute_rates(verdicts: list[dict[str, list[bool]]]) -> dict[str, float]:
 def compute_rates_by_motion(
     scenes: list[Scene], verdicts: list[dict[str, list[bool]]]
 ) -> dict[str, dict[str, float]]:
-    """Compute the rates of the actors of each kind of motion."""
+    """Computes the rates of the actors of each kind of motion."""
     rates = {}
     for motion in MOTIONS:
         chosen = [
@@ -151,7 +151,7 @@ def score_t2v(model: Any, setting: Setting) -> dict[str, Any]:
 
 
 def score_i2v(model: Any, setting: Setting) -> dict[str, Any]:
-    """Score i2v, including the first frame's mean PSNR to the input image."""
+    """Scores i2v, including the first frame's mean PSNR to the input image."""
     verdicts, likeness = [], []
     for number, scene in list_held_out_scenes(setting.prompts):
         first = render_scene(scene, setting.frames, SIDE)[0]
@@ -174,7 +174,7 @@ def score_i2v(model: Any, setting: Setting) -> dict[str, Any]:
 
 
 def score_drawings(model: Any, setting: Setting) -> dict[str, float]:
-    """Compute the percent of videos whose first frame preserves the input image's shape.
+    """Computes the percent of videos whose first frame preserves the input image's shape.
 
     The shape is in the middle of the image, in full size, for every motion. It is preserved if the
     intersection of both areas is more than 70 % of their union.
@@ -235,7 +235,7 @@ def format_run_rows(runs: Iterable[tuple[str, Any, dict[str, Any]]], prompts: in
 
 
 def score_vae(file: Path, count: int) -> dict[str, float]:
-    """Compute the mean and worst PSNR of held-out clips after encoding and decoding."""
+    """Computes the mean and worst PSNR of held-out clips after encoding and decoding."""
     cpu = torch.device("cpu")
     network = read_vae_spec(file).load(device=cpu, dtype_of=lambda *_: torch.float32)
     vae, psnrs = VideoVAE(network), []

@@ -51,7 +51,7 @@ _DIT = "diffusion_pytorch_model.safetensors"
 
 
 def export_checkpoints(state: Path, out: Path) -> list[Path]:
-    """Write and return the folders of the trained tasks, replacing earlier exports."""
+    """Writes and returns the folders of the trained tasks, replacing earlier exports."""
     kinds = ["t2v"] + ["i2v"] * (state / "i2v_low_noise.pt").exists()
     folders = {kind: out / f"{kind}-A14B" for kind in kinds}
     for kind, folder in folders.items():

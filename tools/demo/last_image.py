@@ -41,7 +41,7 @@ def load_base_model(**options: Any) -> Any:
 
 @torch.inference_mode()
 def encode_end_clips(state: Path, count: int) -> None:
-    """Write latents of clips and of their ends, [N,16,f,h,w] each, unless the file exists."""
+    """Writes latents of clips and of their ends, [N,16,f,h,w] each, unless the file exists."""
     file = state / "ends.pt"
     if file.exists():
         return
@@ -55,7 +55,7 @@ def encode_end_clips(state: Path, count: int) -> None:
 
 
 def train_last_image_lora(state: Path, part: str, steps: int, peak: float) -> None:
-    """Train a LoRA by flow matching as in `tools.demo.dit`, with the first and last frame given."""
+    """Trains a LoRA by flow matching as in `tools.demo.dit`, given the first and last frame."""
     torch.manual_seed(0)
     model = load_base_model()
     network = add_lora(model, part, RANK)
@@ -81,7 +81,7 @@ def train_last_image_lora(state: Path, part: str, steps: int, peak: float) -> No
 
 
 def score_last_image(folder: Path, prompts: int) -> None:
-    """Print PSNRs to held-out clips, with and without caption, last image and LoRA."""
+    """Prints PSNRs to held-out clips, with and without caption, last image and LoRA."""
     print("| Given | LoRA | PSNR of the first frame, dB | of the last frame | of the clip |")
     print("|---|---|---|---|---|")
     for loading in ({}, {"lora_dir": str(folder)}):

@@ -28,7 +28,7 @@ SEED = {frames: 1000 + frames for frames in CLIPS}
 
 
 def make_official_vae(state: Path) -> dict[str, Tensor]:
-    """Make the trained VAE's weights under diffusers' names, with the official latent statistics.
+    """Makes the trained VAE's weights under diffusers' names, with the official latent statistics.
 
     The official normalization is fixed, so each channel's mean and deviation over training clips
     are folded into the 1x1 convolutions before and after the latent.
@@ -53,14 +53,14 @@ def make_official_vae(state: Path) -> dict[str, Tensor]:
 def render_training_clip(
     seed: int, index: int, frames: int, side: int = autoencoder.SIDE
 ) -> Tensor:
-    """Render a training clip, float [3,F,H,W] in [-1, 1]."""
+    """Renders a training clip, float [3,F,H,W] in [-1, 1]."""
     video = torch.from_numpy(render_scene(make_random_scene(seed, index), frames, side))
     return video.permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
 @torch.no_grad()
 def encode_clips(state: Path, frames: int, images: bool) -> None:
-    """Write the latents of the clips of one length, float16 [N,16,f,h,w], unless they exist."""
+    """Writes the latents of the clips of one length, float16 [N,16,f,h,w], unless they exist."""
     file = state / f"{'images' if images else 'latents'}{frames}.pt"
     if file.exists():
         return

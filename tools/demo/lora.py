@@ -42,7 +42,7 @@ class Lora(nn.Module):
 
 
 def add_lora(model: Any, expert: str, rank: int) -> Any:
-    """Add a LoRA to every linear layer of an expert's blocks; freeze all other weights."""
+    """Adds a LoRA to every linear layer of an expert's blocks; freezes all other weights."""
     network = (model.high_noise_model if expert == "high_noise" else model.low_noise_model).float()
     network.requires_grad_(False)
     for block in network.blocks:
@@ -52,13 +52,13 @@ def add_lora(model: Any, expert: str, rank: int) -> Any:
 
 
 def encode_prompts(model: Any, texts: list[str]) -> list[Tensor]:
-    """Encode each text to prompt embeddings."""
+    """Encodes each text to prompt embeddings."""
     encoder = model._pipeline.text_encoder.get()
     return [encoder(text) for text in texts]
 
 
 def export_lora(state: Path, out: Path, trained: str) -> None:
-    """Write both files of a --lora_dir, in bfloat16, with the layer names of LightX2V."""
+    """Writes both files of a --lora_dir, in bfloat16, with the layer names of LightX2V."""
     for part in EXPERTS:
         check_output(out / f"{part}_model.safetensors", LORA, "--out")
     for part in EXPERTS:
@@ -87,7 +87,7 @@ def run_training_program(
     export: Callable[[Path, Path, str], None] = export_lora,
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Run the command line of a training program and return its exit code.
+    """Runs the command line of a training program and returns its exit code.
 
     Args:
         description: First line of the help.

@@ -30,7 +30,7 @@ _TURN = math.radians(100)
 
 
 def render_scene(scene: Scene, frames: int, side: int) -> NDArray[np.uint8]:
-    """Render a scene, [F, side, side, 3]."""
+    """Renders a scene, [F, side, side, 3]."""
     pixel = (np.arange(side, dtype=np.float32) + 0.5) / side
     x_P, y_P = (axis.ravel() for axis in np.meshgrid(pixel, pixel))
     video = np.broadcast_to(_get_rgb(scene.background), (frames, side * side, 3))
@@ -50,7 +50,7 @@ def _get_rgb(name: str) -> Floats:
 
 
 def _compute_pose(actor: Actor, time: float) -> tuple[float, float, float, float]:
-    """Compute x, y, radius and angle at `time`, which runs from 0 to 1 over the clip."""
+    """Computes x, y, radius and angle at `time`, which runs from 0 to 1 over the clip."""
     radius, angle, along = SIZES[actor.size], 0.0, time
     if actor.motion == "grow":
         radius *= 0.4 + 0.6 * time
@@ -63,7 +63,7 @@ def _compute_pose(actor: Actor, time: float) -> tuple[float, float, float, float
 
 
 def _compute_distance(shape: str, poses_F4: Floats, x_P: Floats, y_P: Floats) -> Floats:
-    """Compute the signed distance to the outline, [F, P], negative inside."""
+    """Computes the signed distance to the outline, [F, P], negative inside."""
     x, y, radius, angle = (poses_F4[:, i, None] for i in range(4))
     dx, dy = x_P - x, y_P - y
     if shape == "circle":
@@ -75,7 +75,7 @@ def _compute_distance(shape: str, poses_F4: Floats, x_P: Floats, y_P: Floats) ->
 
 
 def _make_corners(shape: str) -> Floats:
-    """Make the corners for radius 1, [V, 2]: about the circle's area, one corner on top."""
+    """Makes the corners for radius 1, [V, 2]: about the circle's area, one corner on top."""
     if shape == "square":
         return np.array([(-0.87, -0.87), (0.87, -0.87), (0.87, 0.87), (-0.87, 0.87)], np.float32)
     radii = (1.3, 1.3, 1.3) if shape == "triangle" else (1.3, 0.55) * 5
@@ -85,7 +85,7 @@ def _make_corners(shape: str) -> Floats:
 
 
 def _compute_polygon_distance(corners_V2: Floats, points: Floats) -> Floats:
-    """Compute the signed distance of points [..., 2] to a closed polygon (even-odd rule)."""
+    """Computes the signed distance of points [..., 2] to a closed polygon (even-odd rule)."""
     nearest = np.full(points.shape[:-1], np.inf, np.float32)
     inside = np.zeros(points.shape[:-1], bool)
     for a, b in zip(corners_V2, np.roll(corners_V2, -1, axis=0), strict=True):

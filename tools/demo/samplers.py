@@ -1,4 +1,4 @@
-"""Score samplers and noise tables on the demo checkpoint, for few and many steps.
+"""Scores samplers and noise tables on the demo checkpoint, for few and many steps.
 
     python -m tools.demo.samplers --prompts 50 --strips docs/samplers.png
 

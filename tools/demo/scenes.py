@@ -55,7 +55,7 @@ class Scene:
 
 
 def is_held_out(scene: Scene) -> bool:
-    """Return whether the scene's colours, shapes, motions and background are held out."""
+    """Returns whether the scene's colours, shapes, motions and background are held out."""
     keywords = [scene.background]
     for actor in scene.actors:
         keywords += [actor.colour, actor.shape, actor.motion]
@@ -63,7 +63,7 @@ def is_held_out(scene: Scene) -> bool:
 
 
 def make_random_scene(seed: int, index: int, *, held_out: bool = False) -> Scene:
-    """Make scene number `index` of the training scenes or of the held-out scenes."""
+    """Makes scene number `index` of the training scenes or of the held-out scenes."""
     random = np.random.default_rng([seed, index, held_out])
     for _ in itertools.count():
         scene = _draw_scene(random)
@@ -73,7 +73,7 @@ def make_random_scene(seed: int, index: int, *, held_out: bool = False) -> Scene
 
 
 def make_caption(scene: Scene, random: np.random.Generator | None = None) -> str:
-    """Make the plain caption of a scene, or with `random` a random wording."""
+    """Makes the plain caption of a scene, or with `random` a random wording."""
     phrases = [_make_phrase(actor, random) for actor in scene.actors]
     text = " and ".join(phrases)
     if random is None or random.random() > 0.1:
@@ -107,13 +107,13 @@ def _draw_scene(random: np.random.Generator) -> Scene:
 def _draw_shape_and_motion(
     random: np.random.Generator, motions: tuple[str, ...]
 ) -> tuple[str, str]:
-    """Draw a shape and a motion. Circles do not rotate, since that would be invisible."""
+    """Draws a shape and a motion. Circles do not rotate, since that would be invisible."""
     motion = str(random.choice(motions))
     return str(random.choice(SHAPES[1:] if motion == "rotate" else SHAPES)), motion
 
 
 def _draw_lane_actor(random: np.random.Generator, lanes: str, number: int, colour: str) -> Actor:
-    """Draw one of a pair: the first in the upper (or left) half, the second in the other half."""
+    """Draws one of a pair: the first in the upper (or left) half, the second in the other half."""
     shape, motion = _draw_shape_and_motion(random, _PAIR_MOTIONS[lanes])
     room = 0.49 - SIZES["small"] * REACH
     along, across = (room, 0.06), 0.25 if number else -0.25
@@ -129,7 +129,7 @@ def _draw_lane_actor(random: np.random.Generator, lanes: str, number: int, colou
 
 
 def _draw_path(random: np.random.Generator, motion: str, room: Point) -> tuple[Point, Point]:
-    """Draw start and end within `room` of the centre; both are equal for motions on the spot."""
+    """Draws start and end within `room` of the centre; both are equal for motions on the spot."""
     x, y = (0.5 + r * random.uniform(-0.7, 0.7) for r in room)
     dx, dy = (r * random.uniform(0.75, 1.0) for r in room)
     ways = {

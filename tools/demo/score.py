@@ -29,7 +29,7 @@ class DetectedShape:
 
 
 def detect_shapes(video: NDArray[np.uint8]) -> list[DetectedShape]:
-    """Detect the shapes in a clip [F,H,W,3], largest first."""
+    """Detects the shapes in a clip [F,H,W,3], largest first."""
     pixels = video.astype(np.float32)
     masks = find_foreground(pixels)
     names = _name_colours(pixels)
@@ -45,7 +45,7 @@ def detect_shapes(video: NDArray[np.uint8]) -> list[DetectedShape]:
 
 
 def find_foreground(pixels: Floats) -> Bools:
-    """Find the pixels [F,H,W] that differ from the background, the frame border's median colour."""
+    """Finds the pixels [F,H,W] that differ from the background, the median colour of the border."""
     masks = []
     for frame in pixels:
         border = np.concatenate((frame[0], frame[-1], frame[:, 0], frame[:, -1]))
@@ -55,7 +55,7 @@ def find_foreground(pixels: Floats) -> Bools:
 
 
 def _name_colours(pixels: Floats) -> NDArray[np.str_]:
-    """Name every pixel's colour by its hue, or white for low saturation."""
+    """Names every pixel's colour by its hue, or white for low saturation."""
     high, low = pixels.max(-1), pixels.min(-1)
     spread = np.maximum(high - low, 1e-3)
     r, g, b = (pixels[..., i] for i in range(3))
@@ -72,7 +72,7 @@ def _name_colours(pixels: Floats) -> NDArray[np.str_]:
 
 
 def find_largest_part(mask: Bools) -> Bools:
-    """Find the largest 4-connected part of a mask [H,W]."""
+    """Finds the largest 4-connected part of a mask [H,W]."""
     label = np.where(mask, np.arange(1, mask.size + 1).reshape(mask.shape), 0)
     while True:  # the highest number of each part spreads over it
         spread = label.copy()
@@ -97,13 +97,13 @@ def _describe_shape(colour: str, masks: Bools) -> DetectedShape:
 
 
 def _compute_centre(mask: Bools) -> tuple[float, float]:
-    """Compute the mean x and y of a mask's pixels, as fractions of the picture."""
+    """Computes the mean x and y of a mask's pixels, as fractions of the picture."""
     y, x = np.nonzero(mask)
     return float(x.mean() + 0.5) / mask.shape[1], float(y.mean() + 0.5) / mask.shape[0]
 
 
 def measure_outline(mask: Bools) -> Floats:
-    """Measure distances from the centre to the outline in _TURNS directions, scaled to mean 1."""
+    """Measures distances from the centre to the outline in _TURNS directions, scaled to mean 1."""
     height, width = mask.shape
     x, y = _compute_centre(mask)
     angles = np.arange(_TURNS) * 2 * np.pi / _TURNS
@@ -117,7 +117,7 @@ def measure_outline(mask: Bools) -> Floats:
 
 
 def _classify_shape(masks: Bools) -> str:
-    """Classify a shape by its outline's strongest harmonic, over the frames where it is large."""
+    """Classifies a shape by its outline's strongest harmonic, over the frames where it is large."""
     areas = masks.sum((1, 2))
     large = masks[areas >= max(_SMALLEST, 0.7 * areas.max())]
     spectra = [np.abs(np.fft.rfft(measure_outline(mask))) * 2 / _TURNS for mask in large]
@@ -147,6 +147,6 @@ def _classify_motion(masks: Bools) -> str:
 
 
 def _measure_turning(masks: Bools) -> float:
-    """Measure how much the outline changes between frames, independently of its size."""
+    """Measures how much the outline changes between frames, independently of its size."""
     outlines = np.stack([measure_outline(mask) for mask in masks])
     return float(np.abs(outlines - outlines.mean(0)).max(0).mean())

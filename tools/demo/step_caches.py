@@ -1,4 +1,4 @@
-"""Measure the speed-up and the quality of step caches on the demo checkpoint.
+"""Measures the speed-up and the quality of step caches on the demo checkpoint.
 
     python -m tools.demo.step_caches --results outputs/sweep.jsonl --prompts 24
     python -m tools.demo.step_caches --results outputs/sweep.jsonl --prompts 100 --chosen
@@ -77,7 +77,7 @@ class Variant:
 
 
 def list_variants(steps: int, only_chosen: bool) -> list[Variant]:
-    """List the variants of a number of steps; the first has no cache. only_chosen: a selection."""
+    """Lists the variants of a number of steps; the first has no cache. only_chosen: a selection."""
     listed = {stride: ",".join(map(str, range(0, steps, stride))) for stride in (2, 3)}
     interval, start = "attentioncache_interval", {"start_step": steps // 4}
     threshold = "step_cache_threshold"
@@ -123,7 +123,7 @@ class VideoMaker:
         return prompt_embeds
 
     def __call__(self, scene: Scene, seed: int, variant: Variant) -> tuple[Clip, dict[str, float]]:
-        """Make a video; return its frames, seconds of denoising, and share of full forwards."""
+        """Makes a video; returns its frames, seconds of denoising, and share of full forwards."""
         model = self._get_model(variant.cache)
         pipeline = model._pipeline
         arguments: tuple[Any, ...] = (make_caption(scene),)
@@ -158,7 +158,7 @@ def _compute_share(record: dict[str, Any] | None, steps: int) -> float:
 
 
 def compute_ssim(a: Clip, b: Clip) -> float:
-    """Compute the mean structural similarity of two clips [F,H,W,3], over windows of 7 x 7."""
+    """Computes the mean structural similarity of two clips [F,H,W,3], over windows of 7 x 7."""
     x, y = (torch.from_numpy(clip).permute(0, 3, 1, 2).double() for clip in (a, b))
 
     def mean(z: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def compute_ssim(a: Clip, b: Clip) -> float:
 
 
 def make_missing_videos(options: argparse.Namespace) -> None:
-    """Make the missing videos and append a line for each to the results."""
+    """Makes the missing videos and appends a line for each to the results."""
     results: Path = options.results
     check_output(results, RESULTS, "--results")
     finished = {_make_key(line) for line in read_result_lines(results)}
@@ -208,7 +208,7 @@ def make_missing_videos(options: argparse.Namespace) -> None:
 
 
 def read_result_lines(results: Path) -> list[dict[str, Any]]:
-    """Read the complete lines of the results."""
+    """Reads the complete lines of the results."""
     lines = []
     for text in results.read_text(encoding="utf-8").splitlines() if results.is_file() else ():
         try:
@@ -222,7 +222,7 @@ def read_result_lines(results: Path) -> list[dict[str, Any]]:
 
 
 def _is_line(line: Any) -> bool:
-    """Return whether a JSON value has the fields of a result."""
+    """Returns whether a JSON value has the fields of a result."""
     numbers = ("of", "steps", "prompt", "seconds", "computed", "psnr", "ssim")
     return (
         isinstance(line, dict)
@@ -234,7 +234,7 @@ def _is_line(line: Any) -> bool:
 
 
 def _is_results(file: Path) -> bool:
-    """Return whether the first line of a file is a result."""
+    """Returns whether the first line of a file is a result."""
     with file.open(encoding="utf-8") as lines:
         return _is_line(json.loads(lines.readline(1 << 16)))
 
@@ -254,7 +254,7 @@ def _make_key(line: Mapping[str, Any]) -> tuple[Any, ...]:
 def summarize_variants(
     lines: Sequence[dict[str, Any]], quiet: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Summarize each variant of each kind and number of steps, over the prompts with a reference.
+    """Summarizes each variant of each kind and number of steps, over the prompts with a reference.
 
     Args:
         quiet: Lines whose seconds are used, from a quiet machine.
@@ -262,7 +262,7 @@ def summarize_variants(
     seconds = {_make_key(line): line["seconds"] for line in quiet}
 
     def compute_speedup(kind: str, count: int, name: str, steps: int) -> float:
-        """Compute the median speed-up over prompts; NaN without timings."""
+        """Computes the median speed-up over prompts; NaN without timings."""
         pairs = [
             (seconds.get((kind, count, count, "no cache", prompt)), elapsed)
             for (*variant, prompt), elapsed in seconds.items()
@@ -304,7 +304,7 @@ def summarize_variants(
 
 
 def compute_confidence_interval(differences: NDArray[Any]) -> tuple[float, float, float]:
-    """Compute the mean of paired differences and its 95 % bootstrap interval over prompts."""
+    """Computes the mean of paired differences and its 95 % bootstrap interval over prompts."""
     random = np.random.default_rng(0)
     resampled = random.choice(differences, (2000, len(differences))).mean(axis=1)
     low, high = np.quantile(resampled, (0.025, 0.975))
@@ -312,7 +312,7 @@ def compute_confidence_interval(differences: NDArray[Any]) -> tuple[float, float
 
 
 def write_report(results: Path, speed: Path, out: Path) -> None:
-    """Write out.md, whose table is replaced, and out.png: SSIM and marks over speed-up."""
+    """Writes out.md, whose table is replaced, and out.png: SSIM and marks over speed-up."""
     page, picture = out.with_suffix(".md"), out.with_suffix(".png")
     check_output(page, PAGE, "--report")
     check_output(picture, PICTURE, "--report")
@@ -340,12 +340,12 @@ def write_report(results: Path, speed: Path, out: Path) -> None:
 
 
 def _shorten_steps(variant: str) -> str:
-    """Shorten an evenly spaced list of steps."""
+    """Shortens an evenly spaced list of steps."""
     return re.sub(r"^steps:0,(\d+),.*", r"steps: every \1", variant)
 
 
 def plot_variants(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot SSIM and marks over speed-up: a line per policy, a column per kind and steps."""
+    """Plots SSIM and marks over speed-up: a line per policy, a column per kind and steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -375,7 +375,7 @@ def plot_variants(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _get_policy(variant: str) -> str:
-    """Return a variant's policy; fewer steps belong to "no cache"."""
+    """Returns a variant's policy; fewer steps belong to "no cache"."""
     if variant.startswith("no cache"):
         return "no cache"
     return re.split("[ :]", variant)[0] + (", order 1" if variant.endswith("order 1") else "")

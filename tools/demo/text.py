@@ -46,7 +46,7 @@ _NONE = -100  # ignored by cross_entropy
 
 
 def list_words() -> list[str]:
-    """List all words of the captions."""
+    """Lists all words of the captions."""
     verbs = " ".join(verb for wordings in VERBS.values() for verb in wordings)
     other_words = " ".join(
         (*COLOURS, *SHAPES, *BACKGROUNDS, *SIZES, "a an the and on with background")
@@ -55,7 +55,7 @@ def list_words() -> list[str]:
 
 
 def make_tokenizer() -> Tokenizer:
-    """Make a tokenizer: a token per word, T5's special tokens and mark of spaces, else <unk>."""
+    """Makes a tokenizer: a token per word, T5's special tokens and mark of spaces, else <unk>."""
     names = [*_SPECIAL, *(f"▁{word}" for word in list_words())]
     word_tokenizer = Tokenizer(
         models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>")
@@ -74,7 +74,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_encoder() -> Any:
-    """Make an untrained UMT5 encoder."""
+    """Makes an untrained UMT5 encoder."""
     from transformers import UMT5Config, UMT5EncoderModel
 
     config: Any = UMT5Config(
@@ -91,7 +91,7 @@ def make_encoder() -> Any:
 
 
 def load_encoder_weights(state: Path) -> dict[str, Tensor]:
-    """Load the trained encoder's weights, rounded to bfloat16 as in the export."""
+    """Loads the trained encoder's weights, rounded to bfloat16 as in the export."""
     return {
         name.removeprefix("encoder."): tensor.bfloat16().float()
         for name, tensor in load_averaged_weights(state / "text.pt").items()
@@ -100,7 +100,7 @@ def load_encoder_weights(state: Path) -> dict[str, Tensor]:
 
 
 def load_trained_encoder(state: Path) -> Any:
-    """Load the trained encoder in eval mode."""
+    """Loads the trained encoder in eval mode."""
     model, weights = make_encoder(), load_encoder_weights(state)
     weights["encoder.embed_tokens.weight"] = weights["shared.weight"]  # tied weights
     model.load_state_dict(weights)
@@ -122,14 +122,14 @@ class AnswerReader(nn.Module):
 
 
 def tokenize_texts(texts: list[str]) -> Tensor:
-    """Tokenize texts to ids, int64 [B, T], zero-padded to TEXT_LEN."""
+    """Tokenizes texts to ids, int64 [B, T], zero-padded to TEXT_LEN."""
     encoded = make_tokenizer().encode_batch(texts)
     rows = [(e.ids[:TEXT_LEN] + [0] * TEXT_LEN)[:TEXT_LEN] for e in encoded]
     return torch.tensor(rows)
 
 
 def make_targets(text: str, scene: Scene) -> np.ndarray[Any, Any]:
-    """Make a caption's targets, int64 [TEXT_LEN, answers]; _NONE where no answer is expected."""
+    """Makes a caption's targets, int64 [TEXT_LEN, answers]; _NONE where no answer is expected."""
     answers = np.full((TEXT_LEN, len(_ANSWERS)), _NONE)
     caption_words = text.split()
     column = {name: i for i, name in enumerate(_ANSWERS)}
@@ -156,7 +156,7 @@ def _join_words(caption_words: list[str], positions: range) -> str:
 
 
 def make_caption_batch(step: int, count: int) -> tuple[Tensor, Tensor]:
-    """Make token ids [B,T] and targets [B,T,answers] of a training step."""
+    """Makes token ids [B,T] and targets [B,T,answers] of a training step."""
     random = np.random.default_rng([3, step])
     scenes = [make_random_scene(2, step * count + n) for n in range(count)]
     texts = [make_caption(scene, random) for scene in scenes]
@@ -165,7 +165,7 @@ def make_caption_batch(step: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def compute_answer_loss(reader: nn.Module, ids_BT: Tensor, wanted: Tensor) -> tuple[Tensor, float]:
-    """Compute the mean cross-entropy of the expected answers, and the share of correct ones."""
+    """Computes the mean cross-entropy of the expected answers, and the share of correct ones."""
     parts = reader(ids_BT).split([len(values) for values in _ANSWERS.values()], dim=-1)
     losses, right, num_answers = [], 0, 0
     for part, answer in zip(parts, wanted.unbind(-1), strict=True):

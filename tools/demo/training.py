@@ -22,7 +22,7 @@ _MARK = b"tools.demo"
 
 
 def join_processes(threads: int = 2) -> tuple[int, int]:
-    """Initialize the process group; return rank and world size, (0, 1) without torchrun.
+    """Initializes the process group; returns rank and world size, (0, 1) without torchrun.
 
     Args:
         threads: Threads of all processes together.
@@ -37,12 +37,12 @@ def join_processes(threads: int = 2) -> tuple[int, int]:
 
 
 def get_device() -> torch.device:
-    """Return the GPU if there is one, else the CPU."""
+    """Returns the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def compute_learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
-    """Compute the learning rate: linear warm-up to the peak, then cosine decay to 1 % of it."""
+    """Computes the learning rate: linear warm-up to the peak, then cosine decay to 1 % of it."""
     if step < warmup:
         return peak * (step + 1) / warmup
     share = min(1.0, (step - warmup) / max(1, steps - warmup))
@@ -76,7 +76,7 @@ class Training:
         return self.step >= self.steps
 
     def update(self, loss: torch.Tensor, **metrics: float) -> None:
-        """Make one optimizer step; log every 50 steps, save every 250 steps and at the end."""
+        """Makes one optimizer step; logs every 50 steps, saves every 250 steps and at the end."""
         for group in self._optimizer.param_groups:
             group["lr"] = compute_learning_rate(self.step, self.steps, self.peak)
         self._optimizer.zero_grad(set_to_none=True)
@@ -121,7 +121,7 @@ class Training:
         return not dist.is_initialized() or dist.get_rank() == 0
 
     def save(self) -> None:
-        """Write the state, on rank 0."""
+        """Writes the state, on rank 0."""
         if not self._is_main:
             return
         state = {
@@ -142,7 +142,7 @@ class Training:
 
 
 def save_atomically(value: Any, file: Path) -> None:
-    """Save a state atomically; refuse to replace a file that is not a state of these programs."""
+    """Saves a state atomically; refuses to replace a file that is not a state of these programs."""
     with write_output(file, STATE) as temporary:
         torch.save(value, temporary)
         with zipfile.ZipFile(temporary, "a") as packed:
@@ -150,7 +150,7 @@ def save_atomically(value: Any, file: Path) -> None:
 
 
 def _is_state(file: Path) -> bool:
-    """Return whether a file of torch.save has our mark, the comment of its zip archive."""
+    """Returns whether a file of torch.save has our mark, the comment of its zip archive."""
     try:
         with zipfile.ZipFile(file) as packed:
             return packed.comment == _MARK
@@ -162,7 +162,7 @@ STATE = OutputKind("a state of tools.demo", _is_state)
 
 
 def load_averaged_weights(file: Path) -> dict[str, torch.Tensor]:
-    """Load the averaged weights of a finished or interrupted training."""
+    """Loads the averaged weights of a finished or interrupted training."""
     state: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True)[
         "averaged"
     ]

@@ -58,6 +58,7 @@ from wan.settings.presets import PRESETS
 from wan.tasks.vace import fold_mask_to_vace_channels
 from wan.testing.random_checkpoint import write_json
 from wan.utils.files import check_output, write_folder
+from wan.utils.torch_private import use_private_compiler_cache
 
 REPO = Path(__file__).resolve().parents[2]
 DEMO, PICTURE = REPO / "examples" / "demo" / "t2v-A14B", REPO / "docs" / "vace.png"
@@ -94,7 +95,7 @@ class ControlledClip:
 
 
 def make_clip(task: str, seed: int, index: int) -> ControlledClip:
-    """Make clip number `index` of a task; seeds other than SEED make held-out clips."""
+    """Makes clip number `index` of a task; seeds other than SEED make held-out clips."""
     random = np.random.default_rng([seed, index])
     if task == "frames":
         return _make_frames_clip(seed, index, random)
@@ -133,7 +134,7 @@ def _draw_actor(random: np.random.Generator) -> Actor:
 
 
 def _draw_curve(random: np.random.Generator, room: float) -> NDArray[np.floating[Any]]:
-    """Draw the centre in each frame, [F,2]: a Bezier curve of three points, not all close."""
+    """Draws the centre in each frame, [F,2]: a Bezier curve of three points, not all close."""
     while True:
         a, b, c = random.uniform(0.5 - room, 0.5 + room, (3, 2))
         if np.linalg.norm(c - a) + np.linalg.norm(b - a) > 1.5 * room:
@@ -151,7 +152,7 @@ def _render_along(background: str, actor: Actor, curve: NDArray[np.floating[Any]
 
 
 def draw_tasks(count: int) -> list[str]:
-    """Draw the tasks of a number of training clips."""
+    """Draws the tasks of a number of training clips."""
     return [
         str(task) for task in np.random.default_rng(0).choice([*TASKS], count, p=[*TASKS.values()])
     ]
@@ -159,7 +160,7 @@ def draw_tasks(count: int) -> list[str]:
 
 @torch.inference_mode()
 def encode_control_clips(state: Path, count: int) -> None:
-    """Write latents [N,3,16,f,h,w] (target, inactive, reactive) and masks [N,F,H,W] once."""
+    """Writes latents [N,3,16,f,h,w] (target, inactive, reactive) and masks [N,F,H,W] once."""
     file = state / "vace.pt"
     if file.exists():
         return
@@ -182,7 +183,7 @@ def _load_t2v_model() -> Any:
 
 
 def make_vace_model(part: str) -> VaceWanModel:
-    """Make a frozen t2v expert with trainable control blocks, whose hints are zero at first."""
+    """Makes a frozen t2v expert with trainable control blocks, whose hints are zero at first."""
     kernel = TrainingKernel()
     collaborators = ModelComponents(lambda _: SingleDeviceAttention(kernel), kernel)
     model = VaceWanModel(LAYERS, **CONFIG, in_dim=16, components=collaborators)
@@ -201,7 +202,7 @@ def make_vace_model(part: str) -> VaceWanModel:
 
 
 def train_control_blocks(state: Path, part: str, steps: int, peak: float) -> None:
-    """Train the control blocks by flow matching as in `tools.demo.dit`."""
+    """Trains the control blocks by flow matching as in `tools.demo.dit`."""
     torch.manual_seed(0)
     latents, masks = torch.load(state / "vace.pt", mmap=True)
     texts = [
@@ -209,6 +210,7 @@ def train_control_blocks(state: Path, part: str, steps: int, peak: float) -> Non
     ]
     prompt_embeds = encode_prompts(_load_t2v_model(), [*texts, ""])
     model = make_vace_model(part)
+    use_private_compiler_cache()
     for block in model.blocks:
         block.compile(dynamic=False)
     training = Training(model, state / f"vace_{part}.pt", steps=steps, peak=peak)
@@ -230,7 +232,7 @@ def train_control_blocks(state: Path, part: str, steps: int, peak: float) -> Non
 
 
 def export_vace(state: Path, out: Path, trained: str) -> None:
-    """Write a checkpoint folder: links to t2v's files, and an index that adds control blocks."""
+    """Writes a checkpoint folder: links to t2v's files, and an index that adds control blocks."""
     remove_export(out, OTHER_FILES)
     with write_folder(out) as unfinished:
         _write_export(state, unfinished, trained)
@@ -238,7 +240,7 @@ def export_vace(state: Path, out: Path, trained: str) -> None:
 
 
 def _make_example_clip() -> ControlledClip:
-    """Make the clip of the exported settings and of examples/control."""
+    """Makes the clip of the exported settings and of examples/control."""
     return make_clip("replace", SEED + 1, EXAMPLE)
 
 
@@ -272,7 +274,7 @@ def _write_export(state: Path, out: Path, trained: str) -> None:
 
 
 def score_vace(folder: Path, clips: int) -> None:
-    """Print scores of detected shapes and distances from the targets, with and without control."""
+    """Prints scores of detected shapes and distances from the targets, with and without control."""
     check_output(PICTURE, MARKED, "The picture")
     print("| Task | Control | Colour / shape, % | Centre off, pixels | Kept, dB | All, dB |")
     print("|---|---|---|---|---|---|")
@@ -299,7 +301,7 @@ def score_vace(folder: Path, clips: int) -> None:
 def generate_controlled(
     model: Any, control_clip: ControlledClip, seed: int, scale: float = 1.0
 ) -> Pixels:
-    """Generate a video [F,H,W,3] from the files of a clip."""
+    """Generates a video [F,H,W,3] from the files of a clip."""
     with tempfile.TemporaryDirectory() as folder:
         video = model.generate(
             control_clip.text,
@@ -317,7 +319,7 @@ def generate_controlled(
 
 
 def write_control_files(control_clip: ControlledClip, folder: Path) -> list[Path]:
-    """Write a clip's control inputs as source.mp4 and mask.mp4."""
+    """Writes a clip's control inputs as source.mp4 and mask.mp4."""
     videos = {
         "source": control_clip.source,
         "mask": np.repeat(control_clip.mask[..., None], 3, axis=-1),
@@ -329,7 +331,7 @@ def write_control_files(control_clip: ControlledClip, folder: Path) -> list[Path
 
 
 def _score_clip(control_clip: ControlledClip, video: Pixels) -> list[float]:
-    """Score a video: colour, shape, distance of centres, PSNR where the mask is 0, PSNR."""
+    """Scores a video: colour, shape, distance of centres, PSNR where the mask is 0, PSNR."""
     detected, keep_mask = detect_shapes(video), control_clip.mask == 0
     right = [
         float(bool(detected) and getattr(detected[0], name) == getattr(control_clip.actor, name))
@@ -347,7 +349,7 @@ def _score_clip(control_clip: ControlledClip, video: Pixels) -> list[float]:
 
 
 def _locate_shapes(video: Pixels) -> NDArray[np.floating[Any]]:
-    """Locate the largest shape in each frame: row and column, [F,2]; NaN without a shape."""
+    """Locates the largest shape in each frame: row and column, [F,2]; NaN without a shape."""
     masks = [find_largest_part(mask) for mask in find_foreground(video.astype(np.float32))]
     return np.array([np.argwhere(m).mean(0) if m.any() else (np.nan, np.nan) for m in masks])
 
@@ -361,7 +363,7 @@ _TITLES = {
 
 
 def _make_strips(control_clip: ControlledClip, result: Pixels) -> list[tuple[str, Pixels]]:
-    """Draw the source, the mask and the video, each as a strip of its frames."""
+    """Draws the source, the mask and the video, each as a strip of its frames."""
     mask = np.repeat(control_clip.mask[..., None], 3, axis=-1)
     videos = {"source": control_clip.source, "mask": mask, "result": result}
     return [(label, np.concatenate(list(video), axis=1)) for label, video in videos.items()]

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.gguf_files import make_gguf_folders
 from tools.demo.evaluate import format_run_rows
+from tools.gguf_files import make_gguf_folders
 from tools.quantize_dit import quantize_checkpoint
 from wan import WanT2V
 from wan.app.flag_parser import Parser

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from benchmarks import common
+from tools import measuring
 from tools.device_check.bench import (
     HEAD,
     LIMITS,
@@ -97,7 +97,7 @@ class AttentionCall:
     kernels: dict[str, Callable[[], Kernel]]
 
     def measure(self, run: Callable[..., Tensor], least: float | None) -> list[Figure]:
-        """Measure error, time, rate and kernel name. least: minimum share of a product's rate."""
+        """Measures error, time, rate and kernel name. least: minimum share of a product's rate."""
         q, k, _ = self.qkv
         far = self.reference.measure_error(run(*self.qkv))
         seconds = self.bench.measure_seconds(lambda: run(*self.qkv))
@@ -113,7 +113,7 @@ class AttentionCall:
 
 
 def make_calls(bench: Bench, shapes: list[Shape]) -> Iterator[AttentionCall]:
-    """Make the calls of these shapes, in every dtype of the device."""
+    """Makes the calls of these shapes, in every dtype of the device."""
     for dtype in bench.dtypes:
         kernels = _list_kernels(bench, dtype)
         for queries, keys, heads in shapes:
@@ -124,7 +124,7 @@ def make_calls(bench: Bench, shapes: list[Shape]) -> Iterator[AttentionCall]:
 
 
 def _list_shapes(bench: Bench) -> list[Shape]:
-    """List shapes (queries, keys, heads), the largest first."""
+    """Lists shapes (queries, keys, heads), the largest first."""
     if not bench.large:
         laser = [(2100, 2100, 1)] if bench.device.type == "npu" else []
         return [(1000, 1000, 5), (1000, 1000, 1), (1000, TEXT, 2), *laser]
@@ -150,8 +150,8 @@ def _list_kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Ke
     return kernels
 
 
-def _read_kernel_name(bench: Bench, run: common.Run) -> str:
-    """Read the name of the longest kernel on CUDA, or of PyTorch's innermost operation on a CPU."""
+def _read_kernel_name(bench: Bench, run: measuring.Run) -> str:
+    """Reads the name of CUDA's longest kernel, or of PyTorch's innermost operation on a CPU."""
     if bench.device.type == "npu":
         return "see step npu"
     on_gpu = bench.device.type == "cuda"
@@ -163,7 +163,7 @@ def _read_kernel_name(bench: Bench, run: common.Run) -> str:
 
 
 def check_dense(bench: Bench) -> Measurements:
-    """Check every kernel and PyTorch operator on every shape: error, time, kernel name.
+    """Checks every kernel and PyTorch operator on every shape: error, time, kernel name.
 
     A large call far below the rate of a matrix product is slow; one head alone may not fill a
     device. PyTorch's operators are measured even if a run would not use them, and their rate is not
@@ -198,7 +198,7 @@ def _make_lse_kernel(make: Callable[[], Kernel]) -> Kernel:
 
 
 def check_lse(bench: Bench) -> Measurements:
-    """Check the log-sum-exp of every kernel that returns one against logsumexp in float64."""
+    """Checks the log-sum-exp of every kernel that returns one against logsumexp in float64."""
 
     def measure(call: AttentionCall, make: Callable[[], Kernel]) -> list[Figure]:
         kernel, qkv = _make_lse_kernel(make), call.qkv
@@ -222,7 +222,7 @@ def check_lse(bench: Bench) -> Measurements:
 
 
 def check_merge(bench: Bench) -> Measurements:
-    """Check the memory of calls with log-sum-exp, and the merging of 2 and 4 parts of the keys."""
+    """Checks the memory of calls with log-sum-exp, and the merging of 2 and 4 parts of the keys."""
 
     def measure_memory(call: AttentionCall, make: Callable[[], Kernel]) -> list[Figure]:
         kernel = _make_lse_kernel(make)
@@ -248,7 +248,7 @@ def check_merge(bench: Bench) -> Measurements:
 
 
 def check_modes(bench: Bench) -> Measurements:
-    """Check that the attention layer gives the same result in every mode on one device; time it."""
+    """Checks that the layer gives the same result in every mode on one device; times it."""
     tokens, heads = (LONG[0], 40) if bench.large else (1000, 12)
     call = next(make_calls(bench, [(tokens, tokens, heads)]))
     limit = LIMITS[bench.dtypes[0]]
@@ -274,7 +274,7 @@ def check_modes(bench: Bench) -> Measurements:
 
 
 def check_backends(bench: Bench) -> Measurements:
-    """Check the selected blocks and the values of attention backends that change results."""
+    """Checks the selected blocks and the values of attention backends that change results."""
     grid, heads = ((21, 45, 80), 5) if bench.large else ((3, 10, 20), 2)
     tokens, dtype = prod(grid), bench.dtypes[0]
     q, k, v = bench.make_qkv(tokens, tokens, heads, dtype)
@@ -346,13 +346,13 @@ def _quantize_qkv(
 
 
 def _compute_differing_share(values: AttentionInput, expected: AttentionInput) -> float:
-    """Compute the percent of values that differ by more than the rounding of a scale."""
+    """Computes the percent of values that differ by more than the rounding of a scale."""
     a, b = (x.dequantize(torch.float32).cpu() for x in (values, expected))
     return 100 * float((~torch.isclose(a, b, rtol=1e-5, atol=0)).float().mean())
 
 
 def check_int8(bench: Bench) -> Measurements:
-    """Check a linear layer with int8 weights against our exactly defined reference on the host."""
+    """Checks a linear layer with int8 weights against our exactly defined reference on the host."""
     rows, inputs, outputs = (75_600, 5120, 13_824) if bench.large else (500, 512, 384)
 
     def measure() -> list[Figure]:
@@ -377,7 +377,7 @@ def check_int8(bench: Bench) -> Measurements:
 
 
 def _load_with_mindiesd(bench: Bench, tensors: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
-    """Load the layer with mindiesd from an export, whose files must not be writable by others."""
+    """Loads the layer with mindiesd from an export, whose files must not be writable by others."""
     name = "W8A8_DYNAMIC"
     description = bench.folder / f"quant_model_description_{name.lower()}.json"
     description.write_text(json.dumps({"model_quant_type": name, "layer.weight": name}))

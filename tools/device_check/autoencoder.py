@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks import common
+from tools import measuring
 from tools.device_check.bench import Bench
 from tools.device_check.network import compute_rms_distance, make_case
 from tools.device_check.steps import Figure, Measurements, make_error, make_memory
@@ -30,7 +30,7 @@ VIDEOS = {"2.1": ("t2v-A14B", (1280, 720), 81), "2.2": ("ti2v-5B", (1280, 704), 
 
 
 def check_vae(bench: Bench) -> Measurements:
-    """Check both VAEs: error against the host, a video's time and memory, tiles, bf16, layouts."""
+    """Checks both VAEs: error against the host, a video's time and memory, tiles, bf16, layouts."""
     for version, (_, size, count) in VIDEOS.items():
         torch.manual_seed(0)  # tiny on a CPU
         network = build_published_vae(version) if bench.large else Autoencoder(version, 8, 10)
@@ -46,7 +46,7 @@ def check_vae(bench: Bench) -> Measurements:
 
 
 def _measure_errors(bench: Bench, network: Autoencoder) -> list[Figure]:
-    """Measure the errors of encoding and decoding a few frames, against float64 on the host."""
+    """Measures the errors of encoding and decoding a few frames, against float64 on the host."""
     frames, width, height = SMALL
     video = torch.rand(1, 3, frames, height, width, dtype=torch.float64) * 2 - 1
     exact = network.double()
@@ -66,7 +66,7 @@ def _measure_errors(bench: Bench, network: Autoencoder) -> list[Figure]:
 
 
 def _measure_video(bench: Bench, network: Autoencoder, version: str, verb: str) -> list[Figure]:
-    """Measure a full video's seconds and peak memory; compare the memory with the plan."""
+    """Measures a full video's seconds and peak memory; compares the memory with the plan."""
     task, (width, height), frames = VIDEOS[version]
     preset, model, seconds = PRESETS[task], VideoVAE(network), 0.0
     values = {"size": (width, height), "frame_num": frames, "prompt": "", "base_seed": 0}
@@ -76,7 +76,9 @@ def _measure_video(bench: Bench, network: Autoencoder, version: str, verb: str) 
 
     def run_timed() -> None:
         nonlocal seconds
-        seconds = common.measure_seconds(partial(getattr(model, verb), inputs), bench.torch_device)
+        seconds = measuring.measure_seconds(
+            partial(getattr(model, verb), inputs), bench.torch_device
+        )
 
     held = bench.measure_peak(run_timed)
     figures = [Figure("time", seconds, "s"), make_memory("memory without weights", held)]
@@ -93,7 +95,7 @@ def _measure_video(bench: Bench, network: Autoencoder, version: str, verb: str) 
 
 
 def _compare_layouts(bench: Bench, network: Autoencoder) -> list[Figure]:
-    """Time decoding in both dtypes, contiguous and channels-last."""
+    """Times decoding in both dtypes, contiguous and channels-last."""
     size = (3, 30, 52) if bench.large else (2, 4, 6)
     z = bench.randn(1, network.version.z_dim, *size, dtype=torch.float32)
     exact, figures = _decode_all(network, z), [Figure("latents", str([*size]))]
@@ -103,7 +105,7 @@ def _compare_layouts(bench: Bench, network: Autoencoder) -> list[Figure]:
         for variant, order in ((contiguous, "contiguous"), (channels_last, "channels-last")):
             far = compute_rms_distance(_decode_all(variant, z), exact)
             seconds = min(
-                common.measure_seconds(partial(_decode_all, variant, z), bench.torch_device)
+                measuring.measure_seconds(partial(_decode_all, variant, z), bench.torch_device)
                 for _ in range(3)
             )
             figures += [Figure(f"{name}, {order}", seconds, "s"), Figure("error", far)]
@@ -115,7 +117,7 @@ def _decode_all(network: Autoencoder, z_BZfhw: Tensor) -> Tensor:
 
 
 def _compare_tiles(bench: Bench, network: Autoencoder) -> list[Figure]:
-    """Measure the distance of decoding in tiles, which blends their borders, from full frames."""
+    """Measures the distance of decoding in tiles, which blends their borders, from full frames."""
     channels, model = network.version.z_dim, VideoVAE(network)
     frames, height, width = (3, 60, 104) if bench.large else (1, 34, 40)
     factor = 2 if channels == 48 else 1  # the latents of the 2.2 are half as large

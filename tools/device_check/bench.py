@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import common
-from tools.device_check.process import Job
-from tools.device_check.steps import DeviceProperties, Figure, make_time
+from tools import measuring
+from tools.device_check.steps import DeviceProperties, Figure, Job, make_time
 from wan.device import Device
 from wan.distributed import rank_env, rendezvous
 from wan.distributed.mesh import ParallelGroups
@@ -62,53 +61,55 @@ class Bench:
         return (torch.bfloat16,) if self.device.type != "cpu" else (torch.float32, torch.bfloat16)
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Draw normal values on the device."""
+        """Draws normal values on the device."""
         return torch.randn(shape, device=self.torch_device, dtype=dtype)
 
     def make_qkv(
         self, queries: int, keys: int, heads: int, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Make q, k, v [1,S,N,D] with a peaked softmax, so that a wrong key changes the result."""
+        """Makes q, k, v [1,S,N,D] with a peaked softmax, so that a wrong key changes the result."""
         torch.manual_seed(queries + heads)
         q = 2 * self.randn(1, queries, heads, HEAD, dtype=dtype)
         k, v = (self.randn(1, keys, heads, HEAD, dtype=dtype) for _ in range(2))
         return q, k, v
 
-    def measure_seconds(self, run: common.Run, rounds: int = 3) -> float:
-        """Return the median seconds of a run, after one warm-up run."""
+    def measure_seconds(self, run: measuring.Run, rounds: int = 3) -> float:
+        """Returns the median seconds of a run, after one warm-up run."""
         run()
         return statistics.median(
-            common.measure_seconds(run, self.torch_device) for _ in range(rounds)
+            measuring.measure_seconds(run, self.torch_device) for _ in range(rounds)
         )
 
-    def measure_time(self, run: common.Run, name: str = "time") -> Figure:
-        """Return `measure_seconds` as a figure."""
+    def measure_time(self, run: measuring.Run, name: str = "time") -> Figure:
+        """Returns `measure_seconds` as a figure."""
         return make_time(self.measure_seconds(run), name)
 
-    def measure_peak(self, run: common.Run) -> int | None:
-        """Return a run's peak of allocated bytes; None if the device does not count them."""
+    def measure_peak(self, run: measuring.Run) -> int | None:
+        """Returns a run's peak of allocated bytes; None if the device does not count them."""
         on_host = not self.large
-        peak = common.measure_peak_bytes(run, torch.device("cpu") if on_host else self.torch_device)
+        peak = measuring.measure_peak_bytes(
+            run, torch.device("cpu") if on_host else self.torch_device
+        )
         return peak or None
 
-    def profile_events(self, run: common.Run) -> list[Any]:
-        """Return the events of PyTorch's profiler during a run, on CUDA or on the CPU."""
+    def profile_events(self, run: measuring.Run) -> list[Any]:
+        """Returns the events of PyTorch's profiler during a run, on CUDA or on the CPU."""
         on_gpu = self.device.type == "cuda"
         activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
         with profile(activities=[activity], acc_events=True) as trace:
             run()
-            common.synchronize(self.torch_device)
+            measuring.synchronize(self.torch_device)
         kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
         events = trace.profiler.kineto_results.events()
         return [event for event in events if event.device_type() == kind]
 
     def measure_matmul(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Return operations per second and error of a large matrix product; measured once."""
+        """Returns operations per second and error of a large matrix product; measured once."""
         return _measure_matmul(self.torch_device, self.large, dtype)
 
 
 def describe_device(device: Device, world: int) -> DeviceProperties:
-    """Return the properties of a device that decide which steps apply."""
+    """Returns the properties of a device that decide which steps apply."""
     compilers, why = (os.environ.get("CXX", "g++"), "clang++", "c++", "g++"), None
     if not device.capabilities.compile:
         why = f"--compile does not work on {device.capabilities.name}"
@@ -122,7 +123,7 @@ def _is_large(device: Device) -> bool:
 
 
 def make_bench(device: Device, job: Job) -> Bench:
-    """Make the argument of a job's step; the ranks of a collective step form a group."""
+    """Makes the argument of a job's step; the ranks of a collective step form a group."""
     team = None
     if job.is_collective:
         here, limit = rank_env.read_rank_env(), timedelta(seconds=job.step.limit)
@@ -142,21 +143,21 @@ def _measure_matmul(device: torch.device, large: bool, dtype: torch.dtype) -> tu
             torch.mm(a, b)
 
     run()
-    seconds = min(common.measure_seconds(run, device) for _ in range(3))
+    seconds = min(measuring.measure_seconds(run, device) for _ in range(3))
     rows = sample_rows(side)
     exact = a[rows].cpu().double() @ b.cpu().double()
     return 2 * count * side**3 / seconds, compute_row_distance(torch.mm(a, b)[rows], exact)
 
 
 def sample_rows(size: int, most: int = ROWS) -> list[int]:
-    """List the compared rows: both ends, both sides of a tile border, and some in between."""
+    """Lists the compared rows: both ends, both sides of a tile border, and some in between."""
     special = {0, 1, 127, 128, size - 2, size - 1}
     spread = {i * size // most for i in range(most)}
     return sorted(row for row in special | spread if 0 <= row < size)
 
 
 def compute_row_distance(values: Tensor, exact: Tensor) -> float:
-    """Compute the largest relative distance of a row (last axis) from its reference."""
+    """Computes the largest relative distance of a row (last axis) from its reference."""
     difference = (values.cpu().double() - exact).norm(dim=-1)
     return float((difference / exact.norm(dim=-1).clamp_min(1e-30)).max())
 
@@ -178,18 +179,18 @@ class ExactAttention:
     lse: Tensor
 
     def measure_error(self, out_BSND: Tensor) -> float:
-        """Return the largest relative distance of a result's sampled rows; NaN if not finite."""
+        """Returns the largest relative distance of a result's sampled rows; NaN if not finite."""
         if not bool(torch.isfinite(out_BSND).all()):
             return float("nan")
         return compute_row_distance(out_BSND[0, self.rows][:, self.heads], self.out)
 
     def measure_rms(self, out_BSND: Tensor) -> float:
-        """Return the relative rms distance over all sampled rows."""
+        """Returns the relative rms distance over all sampled rows."""
         sampled = out_BSND[0, self.rows][:, self.heads]
         return compute_row_distance(sampled.flatten()[None], self.out.flatten()[None])
 
     def measure_lse_error(self, lse_BNS: Tensor) -> float:
-        """Return the largest distance of the sampled log-sum-exps."""
+        """Returns the largest distance of the sampled log-sum-exps."""
         sampled = lse_BNS[0, self.heads][:, self.rows].transpose(0, 1)
         return float((sampled.cpu().double() - self.lse).abs().max())
 
@@ -197,7 +198,7 @@ class ExactAttention:
 def compute_exact_attention(
     q: Tensor, k: Tensor, v: Tensor, get_attended_keys: Callable[[int, int], Tensor] | None = None
 ) -> ExactAttention:
-    """Compute the reference for q, k, v [1,S,N,D] of any device on the host.
+    """Computes the reference for q, k, v [1,S,N,D] of any device on the host.
 
     Args:
         seen: (head, row) -> bool [keys], the keys that a row attends to; None: all keys.
@@ -218,6 +219,6 @@ def compute_exact_attention(
 
 
 def format_ranks(sizes: Sequence[int]) -> str:
-    """Format the sizes (cfg, ring, ulysses) of a topology."""
+    """Formats the sizes (cfg, ring, ulysses) of a topology."""
     named = zip(("cfg", "ring", "ulysses"), sizes, strict=True)
     return " x ".join(f"{name} {size}" for name, size in named if size > 1) or "one rank"

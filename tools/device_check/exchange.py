@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import common
+from tools import measuring
 from tools.device_check.bench import HEAD, Bench, format_ranks
 from tools.device_check.steps import Figure, Line, Measurements, make_line, make_time
 from wan.distributed import mesh
@@ -34,7 +34,7 @@ AXES = (("ulysses",), ("ring",), ("cfg",), ("ring", "ulysses"))
 
 
 def check_groups(bench: Bench) -> Measurements:
-    """Check all-to-all, all-gather and P2P along every axis of every topology; measure rates."""
+    """Checks all-to-all, all-gather and P2P along every axis of every topology; measures rates."""
     world = dist.get_world_size()
     for sizes in enumerate_topologies(world, HEADS * world):  # divisible by every size
         team = mesh.make_parallel_groups(bench.device, sizes)
@@ -50,7 +50,7 @@ def _check_group(bench: Bench, group: Group, label: str) -> Iterator[Line]:
     x_BsND = _make_coded(bench, rank, tokens, ranks)
     wanted = torch.cat([_make_coded(bench, r, tokens, ranks) for r in range(ranks)], 1)
 
-    def measure_exchange(name: str, run: common.Run, sent: float, wrong: int) -> Line:
+    def measure_exchange(name: str, run: measuring.Run, sent: float, wrong: int) -> Line:
         dist.barrier()
         seconds = bench.measure_seconds(run)
         return make_line(
@@ -87,7 +87,7 @@ def _pass_blocks(ring: Ring, x_BsND: Tensor) -> None:
 
 
 def _make_coded(bench: Bench, rank: int, tokens: int, ranks: int) -> Tensor:
-    """Make [1,s,N,D] bfloat16, 8 heads per rank; the values encode rank, token and head."""
+    """Makes [1,s,N,D] bfloat16, 8 heads per rank; the values encode rank, token and head."""
     token = torch.arange(tokens, device=bench.torch_device, dtype=torch.float32) % 7
     head = torch.arange(8 * ranks, device=bench.torch_device, dtype=torch.float32) % 7
     values = 64 * (rank % 4) + 8 * token[:, None] + head  # integers below 256 are exact
@@ -99,7 +99,7 @@ def _count_different(values: Tensor, wanted: Tensor) -> int:
 
 
 def check_slow_rank(bench: Bench) -> Measurements:
-    """Check that ranks wait for a last rank that is late to the first exchange of a new group."""
+    """Checks that ranks wait for a last rank that is late to the first exchange of a new group."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     late = LATE_FULL if bench.full else LATE
     for axis, sizes in (("ulysses", (1, 1, ranks)), ("ring", (1, ranks, 1))):

@@ -37,14 +37,14 @@ _PAGE = mmap.PAGESIZE
 
 
 def _make_config(bench: Bench) -> dict[str, Any]:
-    """Make the config of a network of 1 GB in float32 (the 1.3B's width); on a CPU 100 MB."""
+    """Makes the config of a network of 1 GB in float32 (the 1.3B's width); on a CPU 100 MB."""
     if bench.large:
         return {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 5}
     return {"dim": 768, "ffn_dim": 3072, "num_heads": 6, "num_layers": 2}
 
 
 def _write_weights(bench: Bench, kind: str) -> Path:
-    """Write a file of random weights once and sync it to the disk; return its path."""
+    """Writes a file of random weights once and syncs it to the disk; returns its path."""
     path = bench.folder / f"{kind}.safetensors"
     if not path.exists():
         with torch.device("meta"):
@@ -66,7 +66,7 @@ def _make_spec(bench: Bench, path: Path) -> ModelSpec[WanModel]:
 
 
 def _drop_pages(path: Path) -> None:
-    """Drop the file's pages from the page cache; UnavailableError if the system keeps them."""
+    """Drops the file's pages from the page cache; UnavailableError if the system keeps them."""
     if not hasattr(os, "posix_fadvise"):
         raise UnavailableError("the system does not let a program drop a file's pages")
     with path.open("rb") as file:
@@ -76,7 +76,7 @@ def _drop_pages(path: Path) -> None:
 
 
 def measure_resident_share(path: Path) -> float:
-    """Return the share of a file's pages that are in memory (mincore)."""
+    """Returns the share of a file's pages that are in memory (mincore)."""
     size = path.stat().st_size
     pages = -(-size // _PAGE)
     library = ctypes.CDLL(None, use_errno=True)
@@ -92,10 +92,10 @@ def measure_resident_share(path: Path) -> float:
 
 
 def check_loading(bench: Bench) -> Measurements:
-    """Check loading of files of both dtypes, from the disk and from memory."""
+    """Checks loading of files of both dtypes, from the disk and from memory."""
 
     def measure_copy_rate(pinned: bool) -> float:
-        """Return bytes per second."""
+        """Returns bytes per second."""
         source = torch.ones(256 << 20 if bench.large else 32 << 20, dtype=torch.uint8)
         source = source.pin_memory() if pinned else source
         target = torch.empty_like(source, device=bench.torch_device)
@@ -140,7 +140,7 @@ def check_loading(bench: Bench) -> Measurements:
 
 
 def check_readahead(bench: Bench) -> Measurements:
-    """Check that `Experts.prefetch` reads a complete file into memory."""
+    """Checks that `Experts.prefetch` reads a complete file into memory."""
     path = _write_weights(bench, "fp32")
     _drop_pages(path)
 
@@ -165,7 +165,7 @@ def check_readahead(bench: Bench) -> Measurements:
 
 
 def check_experts(bench: Bench) -> Measurements:
-    """Switch between two offloaded experts three times; measure seconds and memory."""
+    """Switches between two offloaded experts three times; measures seconds and memory."""
     path = _write_weights(bench, "bf16")
 
     def load(_: str) -> WanModel:
@@ -173,7 +173,7 @@ def check_experts(bench: Bench) -> Measurements:
         return _make_spec(bench, path).load(device=bench.torch_device, dtype_of=dtype_of)
 
     def count_held_bytes() -> int:
-        """Return the allocated bytes of an accelerator; on a CPU those of all live networks."""
+        """Returns the allocated bytes of an accelerator; on a CPU those of all live networks."""
         gc.collect()
         if bench.large:
             return int(

@@ -28,7 +28,7 @@ _VERSION = re.compile(r"^version=(\S+)", re.MULTILINE | re.IGNORECASE)
 
 
 def describe_machine(device: Device) -> dict[str, Any]:
-    """Describe the machine for the report: versions, driver, hardware, variables."""
+    """Describes the machine for the report: versions, driver, hardware, variables."""
     torch_device = device.torch_device
     entries: dict[str, Any] = {
         "wan": wan.__version__,
@@ -64,7 +64,7 @@ def describe_machine(device: Device) -> dict[str, Any]:
 
 
 def _read_first_line(*command: str) -> str:
-    """Return the first line of a program's output, or "not known"."""
+    """Returns the first line of a program's output, or "not known"."""
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -84,7 +84,7 @@ def _read_version(*paths: Path) -> str:
 
 
 def check_machine(bench: Bench) -> Measurements:
-    """Check versions, memory, the device of `--device auto`, TF32 or HF32, and matrix products."""
+    """Checks versions, memory, the device of `--device auto`, TF32 or HF32, and matrix products."""
     device, entries = bench.device, describe_machine(bench.device)
     names = ("torch", "torch-npu", "mindiesd", "driver", "CUDA", "cuDNN", "NCCL", "CANN")
     yield make_line(
@@ -124,7 +124,7 @@ def check_machine(bench: Bench) -> Measurements:
 
 
 def _check_auto(device: Device) -> list[Figure]:
-    """Check `--device auto`: an old driver or a missing CANN hides the device from PyTorch."""
+    """Checks `--device auto`: an old driver or a missing CANN hides the device from PyTorch."""
     try:
         kind = devices.select_device("auto", device.torch_device.index or 0).type
     except InputError as refusal:

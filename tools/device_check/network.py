@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
 
-from benchmarks import common
+from tools import measuring
 from tools.device_check import steps
 from tools.device_check.bench import Bench, compute_row_distance, format_ranks
 from tools.device_check.steps import (
@@ -53,6 +53,7 @@ from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel, enumerate_topologies
 from wan.settings.presets import PRESETS
 from wan.tasks.base import VideoParams, make_video_params
+from wan.utils.torch_private import use_private_compiler_cache
 
 Grid = tuple[int, int, int]
 Weights = dict[str, Tensor]
@@ -79,7 +80,7 @@ class ForwardInputs:
     grid: Grid
 
     def run(self, model: WanModel) -> Tensor:
-        """Run a forward and return the velocity."""
+        """Runs a forward and returns the velocity."""
         step = StepInfo(0, 40, "cond", "dit", self.grid, prod(self.grid))
         return model([self.x], self.t, [self.text], prod(self.grid), step=step)[0]
 
@@ -104,7 +105,7 @@ class Case:
         return select_kernels(self.setup.attention, target, {})
 
     def make_weights(self) -> Weights:
-        """Make random weights on the device, equal on all ranks: norms near 1, biases near 0."""
+        """Makes random weights on the device, equal on all ranks: norms near 1, biases near 0."""
         with torch.device("meta"):
             parameters = WanModel(**self.config).named_parameters()
         dtype_of, weights = make_dit_dtype_rule(torch.bfloat16, False), Weights()
@@ -120,26 +121,26 @@ class Case:
     def make_empty_model(
         self, team: ParallelGroups | None = None, selected: SelectedKernels | None = None
     ) -> WanModel:
-        """Make the network as in a run, on the meta device. selected: replaces its kernels."""
+        """Makes the network as in a run, on the meta device. selected: replaces its kernels."""
         shared = build.build_components(self.setup, selected or self.selected, team)
         with torch.device("meta"):
             return WanModel(**self.config, components=shared)
 
     def make_model(self, weights: Weights, selected: SelectedKernels | None = None) -> WanModel:
-        """Make the network with these weights, on one device."""
+        """Makes the network with these weights, on one device."""
         return _load_weights(self.make_empty_model(selected=selected), weights)
 
     def make_rank_model(
         self, parallel: Parallel, weights: Weights, team: ParallelGroups | None = None
     ) -> WanModel:
-        """Make the network of a rank. team: groups of this topology; None forms them."""
+        """Makes the network of a rank. team: groups of this topology; None forms them."""
         if team is None and self.bench.team is not None:
             team = mesh.make_parallel_groups(self.bench.device, parallel.mesh_shape)
         setup = replace(self.setup, parallel=parallel)
         return _load_weights(replace(self, setup=setup).make_empty_model(team), weights)
 
     def make_inputs(self, grid: Grid | None = None) -> ForwardInputs:
-        """Make random latents and text, equal on all ranks. grid: tokens along each axis."""
+        """Makes random latents and text, equal on all ranks. grid: tokens along each axis."""
         grid = grid or self.request.grid
         config, random = self.config, torch.Generator().manual_seed(1)
         sizes = [n * p for n, p in zip(grid, self.setup.preset.patch_size, strict=True)]
@@ -150,7 +151,7 @@ class Case:
 
 
 def make_case(bench: Bench) -> Case:
-    """Make the case: the 14B at 720p x 81 frames in bfloat16; on a CPU the 1.3B, small."""
+    """Makes the case: the 14B at 720p x 81 frames in bfloat16; on a CPU the 1.3B, small."""
     preset = PRESETS["t2v-A14B" if bench.large else "t2v-1.3B"]
     kind, name = bench.device.type, bench.device.capabilities.name
     execution = Execution(device=kind, precision="bf16", text_kv_cache=False)
@@ -169,7 +170,7 @@ def _load_weights(model: WanModel, weights: Weights) -> WanModel:
 
 
 def compute_rms_distance(values: Tensor, want: Tensor) -> float:
-    """Compute the relative rms of the difference; NaN if a value is not finite."""
+    """Computes the relative rms of the difference; NaN if a value is not finite."""
     return compute_row_distance(values.flatten()[None], want.cpu().double().flatten()[None])
 
 
@@ -178,7 +179,7 @@ class _RecordingKernel:
 
     can_return_lse = False
 
-    def __init__(self, kernel: Kernel, calls: list[common.Call]) -> None:
+    def __init__(self, kernel: Kernel, calls: list[measuring.Call]) -> None:
         self.name, self._kernel, self._calls, self.is_recording = kernel.name, kernel, calls, True
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
@@ -191,7 +192,7 @@ class _RecordingKernel:
 
 
 def check_forward(bench: Bench) -> Measurements:
-    """Check error against the host, memory against the plan, time of products, host waits."""
+    """Checks error against the host, memory against the plan, time of products, host waits."""
     case = make_case(bench)
     weights, inputs = case.make_weights(), case.make_inputs()
     model, tokens = case.make_model(weights), f"{prod(inputs.grid)} tokens"
@@ -205,7 +206,7 @@ def check_forward(bench: Bench) -> Measurements:
         return [make_error(compute_rms_distance(small.run(model), want), LIMIT)]
 
     def measure_memory() -> list[Figure]:
-        """Measure the first forward, whose cached tensors (RoPE table) the plan includes."""
+        """Measures the first forward, whose cached tensors (RoPE table) the plan includes."""
         held = bench.measure_peak(lambda: inputs.run(model))
         (planned, *_) = Planner(case.setup, case.request).measure_forwards(case.setup.parallel)
         most = (planned.size.activations + planned.size.cached).total()
@@ -224,8 +225,8 @@ def check_forward(bench: Bench) -> Measurements:
 
 
 def _measure_time(case: Case, weights: Weights, inputs: ForwardInputs) -> list[Figure]:
-    """Time a forward and its matrix products alone, in turn; derive the other operations' share."""
-    selected, calls = case.selected, list[common.Call]()
+    """Times a forward and its matrix products alone, in turn; derives the others' share."""
+    selected, calls = case.selected, list[measuring.Call]()
     kernels = [
         _RecordingKernel(kernel, calls)
         for kernel in (selected.dense_kernel, selected.cross_attention_kernel)
@@ -233,18 +234,18 @@ def _measure_time(case: Case, weights: Weights, inputs: ForwardInputs) -> list[F
     model = case.make_model(
         weights, replace(selected, dense_kernel=kernels[0], cross_attention_kernel=kernels[1])
     )
-    with torch.compiler.set_stance("force_eager"), common.RecordProducts() as record:
+    with torch.compiler.set_stance("force_eager"), measuring.RecordProducts() as record:
         inputs.run(model)
     for kernel in kernels:
         kernel.is_recording = False
     flops = sum(2 * x.numel() * len(weight) for _, (x, weight, *_) in record.linear)
     flops += sum(4 * q.numel() * k.shape[1] for _, (q, k, _) in calls)
-    runs: dict[str, common.Run] = {
+    runs: dict[str, measuring.Run] = {
         "forward": lambda: inputs.run(model),
-        "linear": lambda: common.replay_calls(record.linear),
-        "attention": lambda: common.replay_calls(calls),
+        "linear": lambda: measuring.replay_calls(record.linear),
+        "attention": lambda: measuring.replay_calls(calls),
     }
-    times = common.time_interleaved(runs, 3, case.bench.torch_device)
+    times = measuring.time_interleaved(runs, 3, case.bench.torch_device)
     seconds, products, attention = (statistics.median(times[name]) for name in runs)
     rate, _ = case.bench.measure_matmul(torch.bfloat16)
     return [
@@ -258,7 +259,7 @@ def _measure_time(case: Case, weights: Weights, inputs: ForwardInputs) -> list[F
 
 
 def _check_host_waits(model: WanModel, inputs: ForwardInputs) -> list[Figure]:
-    """Check that a forward never synchronizes the host with the GPU, by making it an error."""
+    """Checks that a forward never synchronizes the host with the GPU, by making it an error."""
     inputs.run(model)
     torch.cuda.synchronize()
     previous_mode, waits = torch.cuda.get_sync_debug_mode(), list[Figure]()
@@ -273,10 +274,11 @@ def _check_host_waits(model: WanModel, inputs: ForwardInputs) -> list[Figure]:
 
 
 def check_compiled(bench: Bench) -> Measurements:
-    """Check blocks compiled as by --compile: graphs, several sequence lengths, error, time."""
+    """Checks blocks compiled as by --compile: graphs, several sequence lengths, error, time."""
     case = make_case(bench)
     weights = case.make_weights()
     eager, fast = case.make_model(weights), case.make_model(weights)
+    use_private_compiler_cache()
     graphs, inductor = 0, lookup_backend("inductor")
 
     def count_graphs(graph: GraphModule, example: list[Any]) -> Any:
@@ -289,7 +291,7 @@ def check_compiled(bench: Bench) -> Measurements:
     f, h, w = case.request.grid
     for grid in ((f, h, w), (f, h - 1, w), (f - 1, h, w)):
         inputs = case.make_inputs(grid)
-        seconds = common.measure_seconds(partial(inputs.run, fast), bench.torch_device)
+        seconds = measuring.measure_seconds(partial(inputs.run, fast), bench.torch_device)
         far = compute_rms_distance(inputs.run(fast), inputs.run(eager))
         yield make_line(
             f"{prod(grid)} tokens",
@@ -308,7 +310,7 @@ def check_compiled(bench: Bench) -> Measurements:
 
 
 def list_topologies(bench: Bench, heads: int) -> list[Parallel]:
-    """List all topologies with --full, else those without CFG: Ulysses, mixed, ring."""
+    """Lists all topologies with --full, else those without CFG: Ulysses, mixed, ring."""
     world, topologies = dist.get_world_size(), []
     for cfg, ring, ulysses in enumerate_topologies(world, heads):
         if cfg == 1 or (bench.full and ring * ulysses > 1):
@@ -322,7 +324,7 @@ def list_topologies(bench: Bench, heads: int) -> list[Parallel]:
 
 
 def check_layers(bench: Bench) -> Measurements:
-    """Check two layers on every topology in every mode against one device; time a layer."""
+    """Checks two layers on every topology in every mode against one device; times a layer."""
     case = make_case(bench)
     weights, inputs = case.make_weights(), case.make_inputs()
     model = case.make_model(weights)
@@ -356,7 +358,7 @@ def check_layers(bench: Bench) -> Measurements:
 
 
 def _check_one_stream(case: Case, inputs: ForwardInputs, weights: Weights) -> list[Figure]:
-    """Check that exchanges and attention of mode 1 alternate on one stream; measure the gaps."""
+    """Checks that exchanges and attention of mode 1 alternate on one stream; measures the gaps."""
     world = dist.get_world_size()
     model = case.make_rank_model(Parallel(world, 1, 1, world, comm_type=1), weights)
     inputs.run(model)
@@ -378,12 +380,12 @@ def _check_one_stream(case: Case, inputs: ForwardInputs, weights: Weights) -> li
 
 
 def check_ring(bench: Bench) -> Measurements:
-    """Check that a ring frees passed blocks: memory over many forwards."""
+    """Checks that a ring frees passed blocks: memory over many forwards."""
     case, world, count = make_case(bench), dist.get_world_size(), FORWARDS if bench.large else 3
     weights, inputs = case.make_weights(), case.make_inputs()
 
     def measure_repeated(model: WanModel) -> list[Figure]:
-        """Run forwards without synchronization, as in a denoising loop; compare the memory."""
+        """Runs forwards without synchronization, as in a denoising loop; compares the memory."""
 
         def run_many() -> None:
             for _ in range(count):
@@ -401,7 +403,7 @@ def check_ring(bench: Bench) -> Measurements:
 
 
 def check_loops(bench: Bench) -> Measurements:
-    """Run each mode for a minute, to find modes in which the device slows down."""
+    """Runs each mode for a minute, to find modes in which the device slows down."""
     case = make_case(bench)
     weights, inputs = case.make_weights(), case.make_inputs()
     world = 1 if bench.team is None else dist.get_world_size()
@@ -412,12 +414,12 @@ def check_loops(bench: Bench) -> Measurements:
 
 
 def _run_minute(bench: Bench, model: WanModel, inputs: ForwardInputs) -> list[Figure]:
-    """Run the same number of forwards on all ranks; rank 0 broadcasts the end."""
+    """Runs the same number of forwards on all ranks; rank 0 broadcasts the end."""
     inputs.run(model)
     start, times = time.perf_counter(), list[float]()
     is_running = torch.ones(1, device=bench.torch_device)
     while bool(is_running):
-        times.append(common.measure_seconds(lambda: inputs.run(model), bench.torch_device))
+        times.append(measuring.measure_seconds(lambda: inputs.run(model), bench.torch_device))
         is_running.fill_(time.perf_counter() - start < LOOP)
         if bench.team is not None:
             dist.broadcast(is_running, src=0)
@@ -431,7 +433,7 @@ def _run_minute(bench: Bench, model: WanModel, inputs: ForwardInputs) -> list[Fi
 
 
 def _compute_mean_within(times: list[float], seconds: float) -> float:
-    """Compute the mean time of the first forwards that end within `seconds`."""
+    """Computes the mean time of the first forwards that end within `seconds`."""
     included = [
         duration for duration, end in zip(times, accumulate(times), strict=True) if end <= seconds
     ]
@@ -439,7 +441,7 @@ def _compute_mean_within(times: list[float], seconds: float) -> float:
 
 
 def check_fsdp(bench: Bench) -> Measurements:
-    """Check that sharded weights give the same bits as unsharded weights."""
+    """Checks that sharded weights give the same bits as unsharded weights."""
     case = make_case(bench)
     inputs = case.make_inputs((5, 16, 16) if bench.large else SMALL)
     weights = {name: x.cpu() for name, x in case.make_weights().items()}

@@ -36,7 +36,7 @@ _FALLBACK = "fall back to run on the cpu"  # torch-npu's warning about a missing
 
 
 def check_npu(bench: Bench) -> Measurements:
-    """Check RoPE forms, attention layouts, operators that fall back to the CPU, kernel names."""
+    """Checks RoPE forms, attention layouts, operators that fall back to the CPU, kernel names."""
     grid = (21, 45, 80) if bench.large else (3, 8, 12)
     cos, sin = make_rope_table(grid, HEAD)
     table = (cos.to(bench.torch_device), sin.to(bench.torch_device))
@@ -69,7 +69,7 @@ def check_npu(bench: Bench) -> Measurements:
 
 
 def _rotate_pairs(x_BSND: Tensor, table: RopeTable) -> Tensor:
-    """Rotate by unbinding the halves of each pair and stacking them again, without a flip."""
+    """Rotates by unbinding the halves of each pair and stacking them again, without a flip."""
     cos, signed = table
     a, b = x_BSND.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., ::2], signed[..., 1::2]
@@ -77,7 +77,7 @@ def _rotate_pairs(x_BSND: Tensor, table: RopeTable) -> Tensor:
 
 
 def _check_layout(bench: Bench, qkv: tuple[Tensor, Tensor, Tensor], layout: str) -> list[Figure]:
-    """Measure attention in a layout, including the copies from and to BSND."""
+    """Measures attention in a layout, including the copies from and to BSND."""
     import torch_npu
 
     operator: Any = torch_npu.npu_fusion_attention
@@ -95,7 +95,7 @@ def _check_layout(bench: Bench, qkv: tuple[Tensor, Tensor, Tensor], layout: str)
 
 
 def _find_fallbacks(bench: Bench) -> list[Figure]:
-    """Find operators without an NPU kernel: they run on the host and synchronize."""
+    """Finds operators without an NPU kernel: they run on the host and synchronize."""
     case = make_case(bench)
     model, inputs = case.make_model(case.make_weights()), case.make_inputs((3, 8, 12))
     with warnings.catch_warnings(record=True) as caught:
@@ -110,7 +110,7 @@ def _find_fallbacks(bench: Bench) -> list[Figure]:
 
 
 def _list_longest_kernels(bench: Bench) -> list[Figure]:
-    """List the longest kernels of a forward by torch-npu's profiler."""
+    """Lists the longest kernels of a forward by torch-npu's profiler."""
     import torch_npu
 
     profiler: Any = getattr(torch_npu, "profiler", None)

@@ -33,9 +33,9 @@ from tools.device_check.steps import (
     OK,
     WRONG,
     DeviceProperties,
+    Job,
     Line,
     Outcome,
-    Step,
     UnavailableError,
     find_worst,
     make_absent,
@@ -49,17 +49,6 @@ TRIES = 2  # failed attempts to open a device, after which steps fail at once
 _POLL = 0.1
 _TAIL = 4000  # characters
 _LAST_WORDS = 0.5  # seconds in which a hanging worker writes its stacks
-
-
-@dataclass(frozen=True)
-class Job:
-    """A step for a worker. is_collective: it runs together with the workers of all ranks."""
-
-    step: Step
-    index: int
-    full: bool
-    folder: Path
-    is_collective: bool
 
 
 @dataclass(frozen=True)
@@ -119,7 +108,7 @@ class Worker:
         self.environment: dict[str, Any] = answer[1]
 
     def run(self, job: Job, stop: Callable[[], str | None]) -> Outcome:
-        """Run a step. The caller must end the worker if the outcome is WRONG.
+        """Runs a step. The caller must end the worker if the outcome is WRONG.
 
         Args:
             stop: Polled while the step runs; returns a reason to end the step, or None.
@@ -150,7 +139,7 @@ class Worker:
                 )
 
     def end(self) -> None:
-        """Kill the worker and its children; do not wait for one that is stuck in the driver."""
+        """Kills the worker and its children; does not wait for one that is stuck in the driver."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -163,7 +152,7 @@ class Worker:
             self._pipe.send(message)
 
     def _read_answer(self) -> Any:
-        """Read the next message; return an `_End` if the process ended, None without a message."""
+        """Reads the next message: an `_End` if the process ended, None without a message."""
         alive = self._process.poll() is None
         with contextlib.suppress(EOFError, ConnectionError):
             if self._pipe.poll(_POLL):
@@ -181,7 +170,7 @@ class Worker:
         return DeviceError(f"the device's process did not start: {why}\n{self._read_tail()}")
 
     def _read_stacks(self) -> str:
-        """Return the output with all threads' stacks, which faulthandler writes even in a hang."""
+        """Returns the output with all threads' stacks, which faulthandler writes even in a hang."""
         self._process.send_signal(signal.SIGUSR1)
         time.sleep(_LAST_WORDS)
         return self._read_tail()
@@ -205,7 +194,7 @@ class WorkerKeeper:
         self.end_worker()
 
     def get_worker(self) -> Worker:
-        """Return the worker; start one if there is none."""
+        """Returns the worker; starts one if there is none."""
         if self._failures >= TRIES:
             raise DeviceError(f"the device could not be opened {TRIES} times in a row")
         if self._worker is None:
@@ -215,13 +204,13 @@ class WorkerKeeper:
         return self._worker
 
     def end_worker(self) -> None:
-        """End the worker, so that the next step gets a new one."""
+        """Ends the worker, so that the next step gets a new one."""
         if self._worker is not None:
             self._worker.end()
             self._worker = None
 
     def run(self, job: Job, stop: Callable[[], str | None] = lambda: None) -> Outcome:
-        """Run a step; a collective step runs in a new process."""
+        """Runs a step; a collective step runs in a new process."""
         if job.is_collective:
             self.end_worker()
         try:
@@ -232,7 +221,7 @@ class WorkerKeeper:
 
 
 def serve(fd: int) -> None:
-    """Run the worker: open the device and run jobs until the supervising process ends."""
+    """Runs the worker: opens the device and runs jobs until the supervising process ends."""
     faulthandler.enable()  # a crash writes its stack
     faulthandler.register(signal.SIGUSR1)
     pipe, jobs = Connection(fd), queue.Queue[Any]()
@@ -272,7 +261,7 @@ def serve(fd: int) -> None:
 
 
 def _read_jobs(pipe: Connection, jobs: queue.Queue[Any]) -> None:
-    """Read jobs into a queue; end this process when the supervising process has ended."""
+    """Reads jobs into a queue; ends this process when the supervising process has ended."""
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             jobs.put(pipe.recv())
@@ -280,7 +269,7 @@ def _read_jobs(pipe: Connection, jobs: queue.Queue[Any]) -> None:
 
 
 def _measure_line(label: str, measure: Callable[[], Any]) -> Line:
-    """Run one measurement of a step; an error becomes its line, so that the others still run."""
+    """Runs one measurement of a step; an error becomes its line, so that the others still run."""
     try:
         return make_line(label, *measure())
     except (UnavailableError, InputError) as reason:
@@ -292,6 +281,6 @@ def _measure_line(label: str, measure: Callable[[], Any]) -> Line:
 
 
 def _describe_failure(failure: BaseException) -> str:
-    """Return the type of an error and the first line of its message."""
+    """Returns the type of an error and the first line of its message."""
     first = str(failure).strip().splitlines()
     return f"{type(failure).__name__}: {first[0][:300]}" if first else type(failure).__name__

@@ -33,7 +33,7 @@ class UnavailableError(Exception):
 
 
 def find_worst(verdicts: Iterable[str]) -> str:
-    """Return the worst verdict; "not available" without verdicts."""
+    """Returns the worst verdict; "not available" without verdicts."""
     return max(verdicts, key=_FROM_GOOD_TO_BAD.index, default=ABSENT)
 
 
@@ -73,12 +73,12 @@ class Figure:
 
 
 def make_error(value: float, limit: float, name: str = "error") -> Figure:
-    """Make the figure of a distance from a reference; beyond its limit it is WRONG."""
+    """Makes the figure of a distance from a reference; beyond its limit it is WRONG."""
     return Figure(name, value, "", limit)
 
 
 def make_share(name: str, value: float, least: float | None = None) -> Figure:
-    """Make the figure of a ratio in percent; below `least` it is SLOW."""
+    """Makes the figure of a ratio in percent; below `least` it is SLOW."""
     limit = None if least is None else 100 * least
     return Figure(name, 100 * value, "%", limit, at_least=True, verdict=SLOW)
 
@@ -88,7 +88,7 @@ def make_time(seconds: float, name: str = "time") -> Figure:
 
 
 def make_memory(name: str, count: float | None) -> Figure:
-    """Make the figure of a number of bytes; None: the device does not count them."""
+    """Makes the figure of a number of bytes; None: the device does not count them."""
     return Figure(name, "not counted") if count is None else Figure(name, count / 1e9, "GB")
 
 
@@ -108,12 +108,12 @@ class Line:
 
 
 def make_line(label: str, *figures: Figure, reason: str = "") -> Line:
-    """Make a line with the worst verdict of its figures."""
+    """Makes a line with the worst verdict of its figures."""
     return Line(label, find_worst([OK, *(figure.judgement for figure in figures)]), figures, reason)
 
 
 def make_absent(label: str, reason: str) -> Line:
-    """Make a line for a measurement that is not available."""
+    """Makes a line for a measurement that is not available."""
     return Line(label, ABSENT, (), reason)
 
 
@@ -183,7 +183,7 @@ class Step:
     only_full: bool = False
 
     def find_obstacle(self, properties: DeviceProperties, full: bool) -> str | None:
-        """Return why the step does not apply here; None if it does."""
+        """Returns why the step does not apply here; None if it does."""
         if self.ranks == "several" and properties.world == 1:
             return "one process; start it with torchrun --nproc_per_node=2 or more"
         if self.only_full and not full:
@@ -193,8 +193,19 @@ class Step:
         return properties.compile if self.needs == "compile" else None
 
     def is_collective(self, properties: DeviceProperties) -> bool:
-        """Return whether all ranks run the step as one group."""
+        """Returns whether all ranks run the step as one group."""
         return properties.world > 1 and self.ranks != "one"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step for a worker. is_collective: it runs together with the workers of all ranks."""
+
+    step: Step
+    index: int
+    full: bool
+    folder: Path
+    is_collective: bool
 
 
 STEPS = (
@@ -222,7 +233,7 @@ STEPS = (
 
 
 def select_steps(only: str | None, steps: tuple[Step, ...]) -> list[Step]:
-    """Return the steps selected by --only, or all. Raises InputError for an unknown name."""
+    """Returns the steps selected by --only, or all. Raises InputError for an unknown name."""
     if only is None:
         return list(steps)
     wanted = [name.strip() for name in only.split(",")]
@@ -238,12 +249,12 @@ StepResult = tuple[Step, Outcome, list[Outcome]]
 
 
 def format_row(step: Step, outcome: Outcome) -> str:
-    """Format one line for an ended step."""
+    """Formats one line for an ended step."""
     return f"{step.name:<12}{outcome.verdict:<14}{_format_time(outcome)}".rstrip()
 
 
 def format_table(results: Sequence[StepResult]) -> str:
-    """Format a row for each step, followed by a row for each of its measurements."""
+    """Formats a row for each step, followed by a row for each of its measurements."""
     rows = []
     for step, outcome, _ in results:
         rows.append(
@@ -263,7 +274,7 @@ def _format_time(outcome: Outcome) -> str:
 
 
 def format_summary(results: Sequence[StepResult]) -> str:
-    """Format the number of steps with each verdict, and the names of wrong steps."""
+    """Formats the number of steps with each verdict, and the names of wrong steps."""
     counts = Counter(outcome.verdict for _, outcome, _ in results)
     wrong = [step.name for step, outcome, _ in results if outcome.verdict == WRONG]
     text = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
@@ -271,7 +282,7 @@ def format_summary(results: Sequence[StepResult]) -> str:
 
 
 def write_json_report(path: Path, results: Sequence[StepResult], about: dict[str, Any]) -> None:
-    """Write the JSON report. about: further entries: device, environment, verdict, seconds."""
+    """Writes the JSON report. about: further entries: device, environment, verdict, seconds."""
     steps = [
         {"number": step.number, "name": step.name, "title": step.title, **asdict(outcome)}
         | {"ranks": [asdict(rank_outcome) for rank_outcome in ranks] if len(ranks) > 1 else []}
@@ -283,7 +294,7 @@ def write_json_report(path: Path, results: Sequence[StepResult], about: dict[str
 
 
 def _make_json_safe(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by text."""
+    """Replaces NaN and infinity, which JSON lacks, by text."""
     if isinstance(value, dict):
         return {key: _make_json_safe(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -68,6 +68,9 @@ def make_videos(run: Run, pipeline: Pipeline, groups: ParallelGroups | None) -> 
         LineJob(f"Line {name}", video.run.params, video.make_inputs(), line=name, video=video)
         for name, video in videos.items()
     ]
+    logged_notices = {*run.notices}
+    for job in jobs:
+        job.video.log_notices(job.name, logged_notices)
     finished_jobs: list[LineJob] = []
 
     def keep_latents(job: LineJob, latents: Tensor) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +18,7 @@ from wan.settings.errors import (
     NotFiniteError,
     Terminated,
     WriteError,
+    escape_controls,
     is_disk_full,
     is_out_of_memory,
 )
@@ -31,7 +33,7 @@ def describe_error(error: BaseException) -> str | None:
     if isinstance(error, InputError):
         error.naming = env.make_flag_naming()
     if isinstance(error, InputError | WriteError | FileChangedError | NotFiniteError):
-        return str(error)
+        return escape_controls(str(error))
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; the video was not written."
     if isinstance(error, Terminated):
@@ -43,7 +45,7 @@ def describe_error(error: BaseException) -> str | None:
         return f"Out of memory; {remedy}; --plan reports what a run needs."
     if is_disk_full(error):
         name = getattr(error, "filename", None)
-        location = "" if name is None else f" where {name} is written"
+        location = "" if name is None else f" where {escape_controls(str(name))} is written"
         return f"The disk is full{location}; make space and start again."
     return None
 
@@ -87,7 +89,27 @@ def ignore_closed_stdout() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 
 
+_SECONDS_OF_TORCHRUN = 30.0
+"""torchrun ends the other ranks of a machine in this time after one has ended."""
+
+
+def print_error_once(text: str, command: str) -> None:
+    """Writes the error of a process that may be one of torchrun's ranks; see `print_error`.
+
+    The first rank of a machine writes it. The others wait until torchrun ends them; if it does not,
+    the first rank has no error, and they write theirs.
+    """
+    try:
+        is_first = env.rank() == 0 or env.local_rank() == 0
+    except InputError:  # invalid variables
+        is_first = True
+    if not is_first:
+        time.sleep(_SECONDS_OF_TORCHRUN)
+    print_error(text, command)
+
+
 def print_error(text: str, command: str = "generate.py") -> None:
     """Writes one line to stderr, prefixed with the command's name."""
-    sys.stderr.write(f"{command}: {' '.join(text.split())}\n")  # one write: several ranks may print
+    sentence = escape_controls(" ".join(text.split()))
+    sys.stderr.write(f"{command}: {sentence}\n")  # one write: several ranks may print
     sys.stderr.flush()

@@ -1,7 +1,7 @@
 """Parses the command line with a parser that is built from the options of `wan.settings`.
 
-A flag that is not given has no value, so that values can be merged in layers: flags override a
-JSON record, which overrides the checkpoint's generation_config.json and the task's preset.
+A flag that is not given has no value, so that the flags are a layer of settings of their own
+(`wan.settings.layers`).
 """
 
 from __future__ import annotations

@@ -23,10 +23,11 @@ from wan.app.run import Run
 from wan.checkpoint import lora
 from wan.checkpoint.lora_folder import make_video_lora_record
 from wan.media import audio, video_writer
+from wan.media.video_reader import count_stored_frames
 from wan.settings import noise_schedule
 from wan.settings.command import Output
 from wan.settings.errors import NotFiniteError
-from wan.utils import log, system, trace
+from wan.utils import env, log, system, trace
 from wan.utils.files import (
     LATENTS_KIND,
     PREVIEW_KIND,
@@ -146,6 +147,13 @@ class VideoJob:
                 num_steps_done,
                 error.strerror or error,
             )
+
+    def log_notices(self, name: str, logged: set[str]) -> None:
+        """Logs the notices about the video that are not in `logged`, and adds them to it."""
+        for notice in self.run.notices:
+            if notice not in logged:
+                logger.warning("%s: %s", name, env.make_flag_naming().render(notice))
+            logged.add(notice)
 
     def extend_prompt(self) -> None:
         """Extends the prompt on the main rank, if enabled, and broadcasts it."""
@@ -322,8 +330,10 @@ class VideoJob:
         """Adds audio to a finished mp4; logs an error if that fails."""
         audio_file = silent.with_name(f"{silent.stem}.sound.mp4")
         try:
-            pads_audio = self.run.inputs.pads_soundtrack
-            audio.add_audio(silent, source, audio_file, start_seconds, pads_audio)
+            seconds = 0.0
+            if self.run.inputs.pads_soundtrack:
+                seconds = count_stored_frames(silent) / self.run.output.fps
+            audio.add_audio(silent, source, audio_file, start_seconds, seconds)
             audio_file.replace(silent)
         except OSError as error:
             audio_file.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wan.app import failures
@@ -26,7 +27,10 @@ RunFunction = Callable[[Run, "ParallelGroups | None"], int]
 
 
 def execute_run(
-    read_user_settings: Callable[[], Values], execute: RunFunction, require_inputs: bool = True
+    read_user_settings: Callable[[], Values],
+    execute: RunFunction,
+    require_inputs: bool = True,
+    program: str = "generate.py",
 ) -> int:
     """Resolves settings to a run and executes it, in one process or on the ranks of torchrun.
 
@@ -34,10 +38,21 @@ def execute_run(
         read_user_settings: Returns the user's settings. If one rank refuses them, no rank starts.
         execute: Executes the run, with the parallel groups or None.
         require_inputs: As for `wan.app.resolve.resolve_run`.
+        program: The name before an error of the ranks.
     """
     if env.world_size() > 1:
-        return _execute_on_ranks(read_user_settings, execute, require_inputs)
+        return _execute_on_ranks(read_user_settings, execute, require_inputs, program)
     return execute(resolve_settings(read_user_settings(), require_inputs=require_inputs), None)
+
+
+def resolve_plan(user_settings: Values) -> Run:
+    """Resolves settings to a run that is only planned; refuses the files that a run refuses."""
+    run = resolve_settings(user_settings, plan=True)
+    load_torch()
+    from wan.pipeline import build
+
+    build.check_network_files(run.setup)
+    return run
 
 
 @system.sample_peak_memory()
@@ -81,7 +96,10 @@ def collect_start_invariants(run: Run, device: Device) -> dict[str, Any]:
 
 
 def _execute_on_ranks(
-    read_user_settings: Callable[[], Values], execute: RunFunction, require_inputs: bool
+    read_user_settings: Callable[[], Values],
+    execute: RunFunction,
+    require_inputs: bool,
+    program: str,
 ) -> int:
     """Executes a run on this rank, if all ranks have resolved the same one."""
     load_torch()
@@ -101,4 +119,5 @@ def _execute_on_ranks(
             invariants=collect_start_invariants(run, device),
         )
 
-    return rendezvous.run_ranks(prepare, execute, failures.describe_error, failures.print_error)
+    notify = partial(failures.print_error, command=program)
+    return rendezvous.run_ranks(prepare, execute, failures.describe_error, notify)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from wan.settings.command import PromptExtension
 from wan.settings.errors import InputError
+from wan.settings.values import expand_home
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ def rewrite_prompt(
 def _check_local_model(model: str | None, has_image: bool) -> None:
     """Checks that a local model is a folder, in the cache, or on the model hub."""
     if model is not None and model not in LOCAL_MODELS:  # a folder or a hub id
-        folder = Path(os.path.expanduser(model))
+        folder = expand_home("`prompt_extend_model`", model)
         if not folder.exists() and model.startswith((".", "/", "~")):
             raise InputError(
                 f"The prompt extension model folder {model!r} does not exist; give an existing "
@@ -225,7 +226,7 @@ def _check_local_model(model: str | None, has_image: bool) -> None:
 def _find_model_source(model: str | None, has_image: bool) -> str:
     """Returns the folder or the hub id of a local model."""
     name = model or ("QwenVL2.5_7B" if has_image else "Qwen2.5_14B")
-    return LOCAL_MODELS.get(name, os.path.expanduser(name))
+    return LOCAL_MODELS.get(name) or str(expand_home("`prompt_extend_model`", name))
 
 
 def _make_question(prompt: str, image: Image | None, lang: str) -> Question:

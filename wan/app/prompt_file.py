@@ -22,8 +22,9 @@ from wan.app.output import check_run_outputs, find_replaced_input, index_input_f
 from wan.app.run import PromptLine, Run
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, check_exclusive_settings, read_settings
+from wan.settings.json_text import parse_json
 from wan.settings.rules import Values
-from wan.settings.values import format_value
+from wan.settings.values import describe_json_error, format_value
 from wan.utils import env
 from wan.utils.files import SUMMARY_KIND, check_output, open_regular_file
 from wan.utils.log import logger
@@ -156,9 +157,9 @@ def _parse_prompt_line(text: str) -> tuple[dict[str, Any], list[int | None]]:
     if not text.startswith("{"):
         return {"prompt": text}, [None]
     try:
-        raw = json.loads(text)
+        raw = parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"it is no JSON object ({error}).") from error
+        raise InputError(f"it is no JSON object ({describe_json_error(error)}).") from error
     if len({"seed", "base_seed", "seeds"} & raw.keys()) > 1:
         raise InputError("seed, base_seed and seeds exclude each other; give one.")
     for name in raw:

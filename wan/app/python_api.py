@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import os
 import socket
+from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,16 +35,20 @@ from wan.settings.flags import (
     FLAGS,
     PYTHON_KEYWORDS,
     PYTHON_NAMING,
+    check_exclusive_settings,
+    check_needed_settings,
     is_python_setting,
     make_keyword_error,
     read_constructor_settings,
     read_settings,
 )
+from wan.settings.layers import merge_settings
 from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
-from wan.settings.values import choice, format_value, integer, switch
+from wan.settings.values import choice, expand_home, format_value, integer, switch
 from wan.tasks.base import Inputs, VideoParams, get_task
 from wan.utils import env
-from wan.utils.log import logger
+from wan.utils.files import check_link
+from wan.utils.log import logger, show_progress
 
 _EXPERT_OF_ATTRIBUTE = {
     "high_noise_model": "high_noise",
@@ -56,6 +62,7 @@ _OPTIONAL_SETTINGS = (
 _REFERENCE_IMAGES = "src_ref_images"
 _IN_MEMORY_SETTINGS = ("image", "last_image", _REFERENCE_IMAGES)
 """Settings whose values may be images in memory."""
+_FLAG_OF_KEYWORD = {keyword: flag for flag, keyword in PYTHON_KEYWORDS.items()}
 _EMBEDDING_KEYWORDS = ("prompt_embeds", "negative_prompt_embeds")
 T = TypeVar("T")
 
@@ -72,6 +79,11 @@ class DefaultStr(str):
     """A default like `DefaultFloat`."""
 
 
+Result = Tensor | Any
+"""What `generate` returns: a tensor, or None on ranks other than 0.
+
+It is not `Tensor | None`, so that type checkers do not require a check for None on one rank.
+"""
 GuideScale = float | tuple[float, float]
 GUIDANCE = DefaultFloat(5.0)
 UNGUIDED = DefaultFloat(1.0)
@@ -100,7 +112,7 @@ class Generator:
     def __init__(
         self,
         config: Any,
-        checkpoint_dir: str | Path,
+        checkpoint_dir: str | Path | None = None,
         device_id: int = 0,
         rank: int = 0,
         t5_fsdp: bool = False,
@@ -118,7 +130,7 @@ class Generator:
                 sample_neg_prompt, file names (t5_checkpoint, t5_tokenizer, vae_checkpoint) and
                 float32 as t5_dtype or param_dtype are used; the networks' sizes come from the
                 checkpoint.
-            checkpoint_dir: A folder in any layout that --ckpt_dir accepts.
+            checkpoint_dir: A folder in any layout that --ckpt_dir accepts; needed.
             device_id: Index of the accelerator; no effect on CPUs.
             rank: No effect: the rank comes from the process group.
             t5_fsdp: As --t5_fsdp.
@@ -212,8 +224,9 @@ class Generator:
         *,
         group_by_expert: bool = False,
         offload_model: Offload = True,
+        progress: bool = True,
         **shared: Any,
-    ) -> Iterator[Tensor | None]:
+    ) -> Iterator[Result]:
         """Generates a video for each call, in order, and loads every network only once.
 
         All calls are checked before this returns. An error ends the iteration.
@@ -222,6 +235,7 @@ class Generator:
             calls: Prompts, or mappings with arguments of `generate`.
             group_by_expert: As --group_by_expert.
             offload_model: As for `generate`, for all calls.
+            progress: As for `generate`, for all calls.
             **shared: Arguments of all calls; those of a call override them.
 
         Returns:
@@ -234,6 +248,7 @@ class Generator:
             offload = OFFLOAD_MODEL("`offload_model`", offload_model)
             setup = self._make_call_setup(offload)
             is_grouped = switch("`group_by_expert`", group_by_expert)
+            has_bars = switch("`progress`", progress)
             if is_grouped:
                 setup.check_grouping()
             if isinstance(calls, str | Mapping) or not isinstance(calls, Iterable):
@@ -241,14 +256,15 @@ class Generator:
             video_calls = [
                 self._prepare_call(self._bind_arguments(call, shared), setup) for call in calls
             ]
-        return self._generate_videos(video_calls, offload, is_grouped)
+        return self._generate_videos(video_calls, offload, is_grouped, has_bars)
 
-    def _generate_video(self, call: dict[str, Any]) -> Tensor | None:
+    def _generate_video(self, call: dict[str, Any]) -> Result:
         """Generates one video from the arguments of `generate`."""
         with name_settings(PYTHON_NAMING):
             offload = OFFLOAD_MODEL("`offload_model`", call["offload_model"])
+            has_bars = switch("`progress`", call["progress"])
             video_call = self._prepare_call(call, self._make_call_setup(offload))
-        (video,) = self._generate_videos([video_call], offload, False)
+        (video,) = self._generate_videos([video_call], offload, False, has_bars)
         return video
 
     def _bind_arguments(self, call: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,8 +274,13 @@ class Generator:
                 f"A call is {format_value(call)}; give a prompt, or arguments of generate."
             )
         arguments = {"input_prompt": call} if isinstance(call, str) else call
-        if "offload_model" in arguments:
-            raise InputError("offload_model applies to all calls; give it to generate_many.")
+        for name in ("offload_model", "progress"):
+            if name in arguments:
+                raise InputError(f"{name} applies to all calls; give it to generate_many.")
+        superseded = _list_superseded_arguments(arguments, shared)
+        shared = {name: value for name, value in shared.items() if name not in superseded}
+        if "input_prompt" in superseded:  # a required argument
+            shared["input_prompt"] = ""
         try:
             bound = inspect.signature(self.generate).bind(**{**shared, **arguments})
         except TypeError as error:
@@ -272,9 +293,24 @@ class Generator:
         return call
 
     def _generate_videos(
-        self, calls: Sequence[VideoCall], offload: Offload, is_grouped: bool
-    ) -> Iterator[Tensor | None]:
-        """Yields the video of each call; `generate` may be called between two videos."""
+        self, calls: Sequence[VideoCall], offload: Offload, is_grouped: bool, has_bars: bool
+    ) -> Iterator[Result]:
+        """Yields the video of each call; `generate` may be called between two videos.
+
+        The caller's context is not changed between two videos.
+        """
+        context = copy_context()
+        videos = self._generate_in_context(calls, offload, is_grouped, has_bars)
+        try:
+            with suppress(StopIteration):
+                while True:
+                    yield context.run(next, videos)
+        finally:
+            context.run(videos.close)
+
+    def _generate_in_context(
+        self, calls: Sequence[VideoCall], offload: Offload, is_grouped: bool, has_bars: bool
+    ) -> abc.Generator[Result, None, None]:
         pipeline = self._pipeline
 
         def make_output(call: VideoCall, get_latents: Callable[[], Tensor]) -> Tensor | None:
@@ -282,7 +318,7 @@ class Generator:
                 return self._generate_long_video(call)
             return get_latents() if call.output_type == "latent" else pipeline.decode(get_latents())
 
-        with name_settings(PYTHON_NAMING):
+        with name_settings(PYTHON_NAMING), show_progress(has_bars and pipeline.is_main):
             pipeline.set_offload(offload)
             try:
                 yield from Batch(pipeline, calls, group_by_expert=is_grouped).generate_videos(
@@ -358,15 +394,16 @@ class Generator:
 
     def _make_video_call(self, call: dict[str, Any], setup: Setup) -> VideoCall:
         """Checks the arguments of a call, and reads its images, audio and other inputs."""
-        params, base_inputs = self._make_call_params(call, setup)
         embeds, negative_embeds = (
             _check_prompt_embeds(name, call[name]) for name in _EMBEDDING_KEYWORDS
         )
-        output_type = choice("pt", "latent")("`output_type`", call["output_type"])
-        motion_latent = _check_motion_latent(call.get("motion_latent"), params)
-        if params.clip_prompts and (embeds is not None or negative_embeds is not None):
+        has_embeds = embeds is not None or negative_embeds is not None
+        if has_embeds and call["settings"].get("clip_prompts") is not None:
             why = "cannot be combined with `clip_prompts`"
             raise InputError("Embeddings", None, why, "give prompts instead")
+        params, base_inputs = self._make_call_params(call, setup)
+        output_type = choice("pt", "latent")("`output_type`", call["output_type"])
+        motion_latent = _check_motion_latent(call.get("motion_latent"), params)
         inputs = replace(
             base_inputs,
             prompt_embeds=embeds,
@@ -391,9 +428,9 @@ class Generator:
         if duplicates:
             name = duplicates[0]
             raise InputError(f"{name} is called {PYTHON_KEYWORDS[name]} here; use that keyword.")
-        flags = {keyword: flag for flag, keyword in PYTHON_KEYWORDS.items()}
         args = {
-            flags.get(name, name): value for name, value in {**call, **call["settings"]}.items()
+            _FLAG_OF_KEYWORD.get(name, name): value
+            for name, value in {**call, **call["settings"]}.items()
         }
         media = {
             name: _read_media(name, args[name])
@@ -422,6 +459,9 @@ class Generator:
             else {name: values[name] for name in default_names}
         )
         values = {name: value for name, value in values.items() if name not in default_names}
+        # An empty `input_prompt`, which is a required argument, is no setting.
+        check_exclusive_settings(values | {"prompt": values.get("prompt") or None})
+        check_needed_settings(values)
         task = get_task(self._preset.kind)
         inputs = task.read_inputs(self._preset, values, required=True)
         values |= task.complete_settings(self._preset, values, inputs, defaults)
@@ -442,6 +482,22 @@ def _collect_call_invariants(call: VideoCall) -> dict[str, Any]:
     del invariants["base_seed"]  # broadcast from rank 0 later
     invariants |= call.inputs.compute_digests() | {"output_type": call.output_type}
     return {f"`{name}`": {"value": value} for name, value in invariants.items()}
+
+
+def _list_superseded_arguments(call: Mapping[str, Any], shared: Mapping[str, Any]) -> set[str]:
+    """Returns the shared arguments of many calls that the arguments of a call supersede."""
+    of_call, of_all = (
+        {
+            flag: FLAGS[flag].reader(f"`{flag}`", value)
+            for flag, value in ((_FLAG_OF_KEYWORD.get(k, k), v) for k, v in arguments.items())
+            if is_python_setting(flag, "video")
+            and value is not None
+            and flag not in _IN_MEMORY_SETTINGS
+        }
+        for arguments in (call, shared)
+    )
+    superseded = of_all.keys() - merge_settings(of_call, of_all).keys()
+    return {name for name in shared if _FLAG_OF_KEYWORD.get(name, name) in superseded}
 
 
 def _find_config(config: Any) -> Any:
@@ -475,7 +531,7 @@ def _inspect_checkpoint_dir(
 ) -> Checkpoint:
     if not isinstance(folder, str | Path):
         raise InputError("`ckpt_dir`", format_value(folder), "must be the folder of a checkpoint")
-    return inspect_checkpoint(Path(os.path.expanduser(folder)), network_files, presets)
+    return inspect_checkpoint(expand_home("`ckpt_dir`", str(folder)), network_files, presets)
 
 
 def _apply_config_files(
@@ -492,6 +548,8 @@ def _apply_config_files(
         "tokenizer": checkpoint.folder / config.t5_tokenizer,
     }
     paths = {name: path for name, path in paths.items() if not getattr(network_files, name, None)}
+    for path in paths.values():
+        check_link(path)
     return replace(checkpoint, **{name: path for name, path in paths.items() if path.exists()})
 
 

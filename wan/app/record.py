@@ -1,8 +1,4 @@
-"""Layers of settings, and the settings in a record.
-
-Layers, the first one wins: flags, the record of an earlier run, environment variables, a recipe,
-the checkpoint's generation_config.json, the task's preset.
-"""
+"""The settings in a record, and in a checkpoint's generation_config.json."""
 
 from __future__ import annotations
 
@@ -17,26 +13,24 @@ from wan.settings import recipes, step_cache
 from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, read_settings
+from wan.settings.layers import merge_settings
 from wan.settings.rules import Values
 from wan.settings.step_cache import is_parameter_used
 from wan.tasks.base import VideoParams
 from wan.utils import env
-from wan.utils.files import iterate_numbered_paths
+from wan.utils.files import has_file, iterate_numbered_paths
 
 
 def merge_layers(flags: Values) -> dict[str, Any]:
-    """Returns the flags, merged over an earlier run's record and environment variables.
-
-    If a flag turns a switch off, or names another step cache, the dependent settings of the lower
-    layers are dropped.
-    """
-    lower = {**env.read_variable_settings(), **_read_recorded_settings(flags)}
+    """Returns the flags, merged over an earlier run's record and environment variables."""
+    record, variables = _read_recorded_settings(flags), env.read_variable_settings()
     if "recipe" in flags:  # it sets them again
-        lower = {
-            name: value for name, value in lower.items() if name not in recipes.RECIPE_SETTINGS
+        record = {
+            name: value for name, value in record.items() if name not in recipes.RECIPE_SETTINGS
         }
-    values = recipes.merge_defaults(flags, lower)
-    for name in lower.keys() & values.keys() - flags.keys():
+    variables = {name: value for name, value in variables.items() if name not in record}
+    values = {**variables, **merge_settings(flags, record)}
+    for name in values.keys() - flags.keys():
         needs = FLAGS[name].needs
         if (needs is not None and not values.get(needs)) or not is_parameter_used(name, values):
             del values[name]
@@ -107,7 +101,7 @@ def record_settings(
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """Reads the sampling defaults in a checkpoint's generation_config.json, if it has one."""
     path = folder / "generation_config.json"
-    if not path.is_file():
+    if not has_file(path):
         return {}
     raw, allowed = read_json(path), [name for name, flag in FLAGS.items() if flag.checkpoint]
     for key in raw:

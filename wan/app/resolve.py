@@ -26,9 +26,10 @@ from wan.app.record import merge_layers, read_generation_config, record_settings
 from wan.app.run import INPUT_FILE_SETTINGS, InputFile, Run
 from wan.cache import policy
 from wan.checkpoint import lora, lora_folder, w8a8_export
-from wan.checkpoint.headers import compute_file_digest
+from wan.checkpoint.headers import compute_file_digest, is_folder
 from wan.checkpoint.layout import (
     Checkpoint,
+    check_checkpoint_folder,
     check_task,
     inspect_checkpoint,
     make_reference_checkpoint,
@@ -50,12 +51,14 @@ from wan.settings.errors import InputError, name_settings
 from wan.settings.execution import Execution
 from wan.settings.fields import build_from_values, list_options
 from wan.settings.flags import FLAGS, check_needed_settings
+from wan.settings.layers import merge_defaults, merge_settings
 from wan.settings.parallel import SIZE_FLAGS, Parallel
 from wan.settings.presets import PRESETS, TASK_ALIASES, Preset
 from wan.settings.rules import Values
 from wan.settings.step_cache import StepCache
 from wan.tasks.base import NO_INPUTS, Inputs, VideoParams, get_task, make_video_params
 from wan.utils import env
+from wan.utils.files import has_folder
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
@@ -107,17 +110,13 @@ def make_line_resolver(
 ) -> Callable[[Values], Run]:
     """Returns a function that resolves the settings of one of several videos.
 
-    They override the shared settings. The checkpoint folder is inspected once.
+    They are merged over the shared settings. The checkpoint folder is inspected once.
     """
     make_demo = partial(make_random_checkpoint, run_once)
     inspect_folder = cache(inspect_checkpoint)
 
     def resolve_line(line_settings: Values) -> Run:
-        names = {"clip_prompts"} if "prompt" in line_settings else set()
-        if "timesteps" in line_settings:  # they replace the whole schedule
-            names |= {"timesteps", "sample_steps", "sample_shift", "sigmas", "boundary_step"}
-        inherited = {name: value for name, value in shared.items() if name not in names}
-        settings = inherited | {**line_settings}
+        settings = merge_settings(line_settings, shared)
         return resolve_command_line(settings, make_demo, inspect_folder=inspect_folder)
 
     return resolve_line
@@ -201,19 +200,24 @@ def resolve_run(
     decodes_only = "decode_latents" in values
     preset, world_size = PRESETS[TASK_ALIASES.get(name, name)], _count_ranks(values, plan)
     task, inputs = get_task(preset.kind), NO_INPUTS
-    if not decodes_only:
-        inputs = task.read_inputs(preset, values, required=require_inputs and not plan)
     folder, is_demo = _find_checkpoint_folder(values, preset)
+    has_files = is_folder(folder) and not (is_demo and plan)
+    defaults = read_generation_config(folder) if has_files else {}
+    if not decodes_only:
+        is_required = require_inputs and not plan
+        inputs = task.read_inputs(preset, {**defaults, **values}, is_required)
     checkpoint: Checkpoint | None = None
-    if is_demo and (plan or not folder.is_dir()):
-        checkpoint = make_reference_checkpoint(preset)
+    files = build_from_values(NetworkFiles, values)
+    if is_demo and not has_files:
+        checkpoint = make_reference_checkpoint(preset, files)
         if not plan:  # refuse before the demo is written
             setup, _ = make_setup(values, preset, checkpoint, world_size)
             make_params(setup, values, inputs.source_size)
             make_demo(preset.task, folder)
             checkpoint = None
     if checkpoint is None:
-        files = build_from_values(NetworkFiles, values)
+        remedy = "give the folder of a checkpoint, or leave it out to try the demo"
+        check_checkpoint_folder(folder, remedy)
         candidates = [PRESETS[key] for key in (name, TASK_ALIASES.get(name, "")) if key in PRESETS]
         checkpoint = inspect_folder(folder, files, tuple(candidates))
     preset = _choose_preset(name, preset, checkpoint)
@@ -231,7 +235,7 @@ def resolve_run(
         setup, video_values, inputs.source_size, defaults, inputs.loras
     )
     check_latents_shape(values.get("fixed_latents"), params.latent_shape)
-    if not plan:
+    if checkpoint.folder is not None:
         _require_components(checkpoint, preset, inputs, decodes_only)
     file_name, fps = make_video_file_name(name, params), task.choose_fps(params, inputs, defaults)
     output = build_from_values(Output, {"save_file": Path(file_name), "fps": fps, **values})
@@ -402,12 +406,14 @@ def make_params(
     paths = [*folders, *sorted(files)]
     recipe_names, settings = recipes.choose_recipes(recipe_name, paths, lora_files, setup.preset)
     boundary = {} if checkpoint.boundary is None else {"boundary": checkpoint.boundary}
-    defaults = recipes.merge_defaults(settings, {**(defaults or {}), **boundary})
-    values = recipes.merge_defaults(values, defaults)
+    defaults = merge_defaults(settings, {**(defaults or {}), **boundary})
+    values = merge_defaults(values, defaults)
     params = make_video_params(setup.preset, values, image_size)
     recipes.check_svi_loras(params.chain, lora_files)
     lora_notices = lora.iter_lora_notices(loras, setup.preset.kind, bool(recipe_names))
     notices = (*recipes.make_recipe_notices(recipe_names, params, bool(lora_files)), *lora_notices)
+    if "svi-2-pro" not in recipe_names:  # whose own notice is about shorter clips, too
+        notices += make_length_notices(setup, params)
     return params, (*notices, *setup.check_params(params, values))
 
 
@@ -419,14 +425,24 @@ def _find_checkpoint_folder(values: Values, preset: Preset) -> tuple[Path, bool]
     if "ckpt_dir" in values:
         return values["ckpt_dir"], False
     official = Path(preset.folder)
-    if official.is_dir():
+    if has_folder(official):
         return official, False
     for name in ("dit", "dit_high_noise", "dit_low_noise"):
         if name in values:
             folder: Path = values[name].parent
             return folder, False
     trained = _DEMO_FOLDER / preset.task
-    return trained if trained.is_dir() else env.find_cache_dir() / f"demo-{preset.task}-v1", True
+    return trained if trained.is_dir() else _find_random_demo(preset), True
+
+
+def _find_random_demo(preset: Preset) -> Path:
+    """Returns the folder of the task's randomly initialized demo checkpoint."""
+    return env.find_cache_dir() / f"demo-{preset.task}-v1"
+
+
+def has_random_weights(run: Run) -> bool:
+    """Returns whether the checkpoint of a run is a randomly initialized demo: videos are noise."""
+    return Path(run.settings["ckpt_dir"]) == _find_random_demo(run.setup.preset)
 
 
 def _list_input_files(values: Values, inputs: Inputs) -> tuple[InputFile, ...]:
@@ -490,6 +506,25 @@ def make_demo_size_notices(params: VideoParams, folder: Path | None) -> list[str
         return []
     size, trained_size = f"{video_width}*{video_height}", f"{width}*{height}"
     return [f"{size} is not a size the demo was trained on ({trained_size})."]
+
+
+def make_length_notices(setup: Setup, params: VideoParams) -> tuple[str, ...]:
+    """Returns a notice if a video, or its clips, are longer than those of the training.
+
+    The published default is the length on which the networks were trained, unless a checkpoint's
+    generation_config.json has a larger one.
+    """
+    name = "frame_num" if params.preset.infer_frames is None else "infer_frames"
+    frames, longest = getattr(params, name), getattr(params.preset, name)
+    if (folder := setup.checkpoint.folder) is not None:
+        longest = max(longest, read_generation_config(folder).get(name, 0))
+    if frames <= longest:
+        return ()
+    unit = "frames a clip" if params.has_clips else "frames"
+    return (
+        f"{frames} {unit} are more than the {longest} that the network was trained on: the first "
+        "ones may flash, and motion may repeat or stop.",
+    )
 
 
 def make_random_checkpoint(run_once: RunOncePerNode, task: str, folder: Path) -> None:

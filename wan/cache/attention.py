@@ -33,7 +33,7 @@ class AttentionPolicy(Policy):
                 start,
                 f"is not before `end_step={end}` of {params.num_forwards} steps, so no attention "
                 "is kept",
-                "choose others",
+                "choose others, or give more `sample_steps`",
             )
         return notices
 

@@ -31,7 +31,8 @@ class ListedSteps(ResidualPolicy):
             raise InputError(
                 "`step_cache=steps:`",
                 why=f"names step {last}, but there are {params.num_forwards} (from `sample_steps`)",
-                remedy=f"name steps from 0 to {params.num_forwards - 1}",
+                remedy=f"name steps from 0 to {params.num_forwards - 1}, or give more "
+                "`sample_steps`",
             )
         return notices
 

@@ -23,7 +23,7 @@ from wan.settings.presets import Preset
 from wan.settings.solvers import SOLVERS
 from wan.settings.step_cache import StepCache
 from wan.tasks.base import VideoParams
-from wan.utils.files import make_json_kind
+from wan.utils.files import has_file, make_json_kind
 
 CURVE_FILE = "mag_curve.json"
 """File name of the curve in a checkpoint folder."""
@@ -122,7 +122,7 @@ class Mag(ResidualPolicy):
         self.curve, checkpoint_curve = None, None if folder is None else folder / CURVE_FILE
         if settings.step_cache_curve is not None:
             self.curve = read_curve(settings.step_cache_curve)
-        elif checkpoint_curve is not None and checkpoint_curve.is_file():
+        elif checkpoint_curve is not None and has_file(checkpoint_curve):
             self.curve = read_curve(checkpoint_curve)
         elif load_published_curve(preset.task, with_image=False) is None:
             raise InputError(
@@ -244,8 +244,9 @@ def _parse_curve(record: Any, origin: str) -> Curve:
             origin,
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        why = f"is no curve of tools/calibrate_mag.py ({type(error).__name__}: {error})"
-        raise InputError(origin, why=why) from error
+        is_missing = isinstance(error, KeyError) and isinstance(error.args[0], str)
+        part = f"it lacks {error.args[0]}" if is_missing else "a value is none of a curve"
+        raise InputError(origin, why=f"is no curve of tools/calibrate_mag.py ({part})") from error
     for name, branch_ratios in curve.ratios.items():
         if len(branch_ratios) != steps or not all(0 < ratio < 10 for ratio in branch_ratios):
             raise InputError(origin, why=f"needs {steps} ratios between 0 and 10 for {name}")

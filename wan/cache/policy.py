@@ -75,7 +75,7 @@ class Policy(ABC):
                 "`step_cache`",
                 self.settings.policy,
                 f"with {num_steps} steps: so few are too far apart for one to replace another",
-                "drop it, or add `step_cache_force`",
+                "drop it, give more `sample_steps`, or add `step_cache_force`",
             )
         return ()
 

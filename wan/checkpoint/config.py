@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -14,7 +15,17 @@ from wan.settings.errors import InputError
 from wan.settings.presets import MODEL_TYPES, PRESETS, Preset
 from wan.settings.sound import FIXED_CONFIG, INJECT_LAYERS
 from wan.settings.values import format_value
+from wan.utils.files import has_file
 
+PIPELINE_INDEX = "model_index.json"
+DIFFUSERS_FOLDERS = {"high_noise": "transformer", "low_noise": "transformer_2"}
+_PIPELINE_COMPONENTS = (
+    *DIFFUSERS_FOLDERS.values(),
+    "vae",
+    "text_encoder",
+    "tokenizer",
+    "image_encoder",
+)
 NETWORK_KEYS = {
     "s2v": "casual_audio_encoder.weights",  # the official spelling of "causal"
     "animate": "face_adapter.fuser_blocks.0.linear1_q.weight",
@@ -148,7 +159,7 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
     """
     sizes = _infer_config_from_shapes(folder, tensors)
     path = folder / "config.json"
-    config_json = _read_config_json(path) if path.is_file() else {}
+    config_json = _read_config_json(path) if has_file(path) else {}
     for key, value in sizes.items():
         json_value = config_json.get(key, value)
         if type(json_value) is not type(value) or json_value != value:
@@ -214,7 +225,7 @@ def _read_s2v_config(
     path: Path, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the arguments that only S2V's network has."""
-    config_json = read_json(path) if path.is_file() else {}
+    config_json = read_json(path) if has_file(path) else {}
     for key, value in FIXED_CONFIG.items():
         if config_json.get(key, value) != value:
             raise _make_config_error(
@@ -252,7 +263,7 @@ def _read_animate2_config(
 
     A config.json may name the type of the network whose tensors it has, i2v.
     """
-    config_json = read_json(path) if path.is_file() else {}
+    config_json = read_json(path) if has_file(path) else {}
     for key, value in _REFERENCE_POSITIONS.items():
         if config_json.get(key, value) != value:
             raise _make_config_error(path, key, config_json[key], format_value(value))
@@ -267,7 +278,7 @@ def _read_vace_config(
     If config.json has no `vace_layers`, the control blocks are spaced evenly over the layers, as in
     all published networks.
     """
-    config_json, num_layers = read_json(path) if path.is_file() else {}, config["num_layers"]
+    config_json, num_layers = read_json(path) if has_file(path) else {}, config["num_layers"]
     shape = tensors[NETWORK_KEYS["vace"]].shape
     block_ids = {n.split(".")[1] for n in tensors if n.startswith(_VACE_PREFIX)}
     count = len(block_ids)
@@ -351,3 +362,41 @@ def _read_config_json(path: Path) -> dict[str, Any]:
 def _make_config_error(path: Path, key: str, value: object, allowed: str) -> InputError:
     why = f"is {format_value(value)}, but must be {allowed}"
     return InputError(f"{path}: {key}", None, why, "download config.json again")
+
+
+@dataclass(frozen=True)
+class PipelineIndex:
+    """The contents of a Diffusers folder's model_index.json.
+
+    Attributes:
+        boundary: The `boundary_ratio`; None if it is absent or null.
+        has_null_boundary: `boundary_ratio` is null, so that `transformer` runs all steps.
+        components: Names of the pipeline's components.
+    """
+
+    boundary: float | None = None
+    has_null_boundary: bool = False
+    components: frozenset[str] = frozenset()
+
+    @classmethod
+    def read(cls, folder: Path) -> PipelineIndex:
+        """Reads a folder's model_index.json if it exists; InputError if it is damaged."""
+        path = folder / PIPELINE_INDEX
+        if not has_file(path):
+            return cls()
+        model_index, remedy = read_json(path), "download model_index.json again"
+        boundary = model_index.get("boundary_ratio")
+        is_number = isinstance(boundary, int | float) and not isinstance(boundary, bool)
+        if boundary is not None and not (is_number and 0 < boundary < 1):
+            why = f"is {format_value(boundary)}, but must be a number between 0 and 1, or null"
+            raise InputError(f"{path}: boundary_ratio", None, why, remedy)
+        entries = {name: model_index[name] for name in _PIPELINE_COMPONENTS if name in model_index}
+        for name, value in entries.items():
+            if value is not None and not (isinstance(value, list) and len(value) == 2):
+                why = f"is {format_value(value)}, but must be a library and a class"
+                raise InputError(f"{path}: {name}", None, why, remedy)
+        return cls(
+            None if boundary is None else float(boundary),
+            "boundary_ratio" in model_index and boundary is None,
+            frozenset(name for name, value in entries.items() if value not in (None, [None, None])),
+        )

@@ -4,7 +4,7 @@ A GGUF block has a float16 scale and values of a few bits each; blocks of 256 va
 also have a scale per 16 or 32 values. The memory layouts are ggml's. Every operation rounds as in
 the `gguf` package, so the values are bitwise equal on every device.
 
-Legend: B blocks, V values of a block.
+Legend: B blocks, V values of a block, R rows, I input channels.
 """
 
 from __future__ import annotations
@@ -234,6 +234,26 @@ def dequantize_nvfp4(packed: Tensor, block_scales: Tensor, tensor_scale: Tensor)
     blocks = values[codes].view(len(packed), -1, 16)
     factors = (tensor_scale * block_scales[:, : blocks.shape[1]].float()).unsqueeze(-1)
     return (blocks * factors).flatten(1)
+
+
+def multiply_by_block_scales(
+    values_RI: Tensor, scales: Tensor, first_row: int, block: tuple[int, int]
+) -> Tensor:
+    """Multiplies rows of a weight in place by the scales of their blocks, and returns them.
+
+    Args:
+        values_RI: Float32, contiguous.
+        scales: Float32 [blocks of rows, blocks of columns]; the last ones may be smaller.
+        first_row: Row of the weight that is the first one here.
+        block: Rows and columns of a block.
+    """
+    num_rows, columns = values_RI.shape
+    rows = torch.arange(first_row, first_row + num_rows, device=scales.device)
+    scales_RB = scales[rows // block[0]]
+    if columns % block[1]:
+        return values_RI.mul_(scales_RB.repeat_interleave(block[1], dim=1)[:, :columns])
+    values_RI.view(num_rows, columns // block[1], block[1]).mul_(scales_RB.unsqueeze(-1))
+    return values_RI
 
 
 def convert_e4m3(values: Tensor) -> Tensor:

@@ -19,10 +19,18 @@ from wan.checkpoint.headers import (
     read_file_headers,
     read_folder_headers,
 )
-from wan.checkpoint.network_names import COMPONENTS, find_networks, select_network
+from wan.checkpoint.network_names import (
+    COMPONENTS,
+    VACE_MODULE,
+    OtherFormatError,
+    check_format,
+    find_networks,
+    select_network,
+)
 from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, ForeignPickleError
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
+from wan.utils.files import find_link_error, has_file
 
 _ANIMATE2_FOLDER = "videomodel/Wan-AI"
 _SUBFOLDERS = {  # ComfyUI's, of which `checkpoints` holds several networks, and Animate-2's
@@ -31,6 +39,7 @@ _SUBFOLDERS = {  # ComfyUI's, of which `checkpoints` holds several networks, and
     "vae": ("vae", "checkpoints", _ANIMATE2_FOLDER),
     "image_encoder": ("clip_vision", _ANIMATE2_FOLDER),
 }
+_SUBFOLDERS[VACE_MODULE] = _SUBFOLDERS["dit"]
 
 
 @dataclass(frozen=True)
@@ -71,9 +80,11 @@ def inspect_weights(path: Path) -> dict[str, list[WeightFile]]:
     """Reads the headers of a weight file or folder and returns its networks by component.
 
     Raises:
-        InputError: A file is incomplete, or holds a component twice and names no experts.
+        InputError: A file is incomplete, is quantized in a format that is not read, or holds a
+            component twice and names no experts.
     """
-    tensors = (read_file_headers(path) if path.is_file() else read_folder_headers(path)) or {}
+    tensors = (read_file_headers(path) if has_file(path) else read_folder_headers(path)) or {}
+    check_format(tensors)
     weight_files: dict[str, list[WeightFile]] = {}
     for network in find_networks(tensors):
         component, expert = network.component, network.expert
@@ -101,13 +112,17 @@ class WeightFinder:
         """Returns all files of a component, in the folder itself and in ComfyUI's subfolders."""
         paths = [*self._folder.iterdir(), *self._folder.glob("*/*.gguf")]
         for name in _SUBFOLDERS[component]:
+            self._note_broken_link(self._folder / name)
             paths += [*self._folder.glob(f"{name}/*"), *self._folder.glob(f"{name}/*/*")]
         weight_files: list[WeightFile] = []
         for path in sorted({path for path in paths if path.suffix in WEIGHT_FILES}):
-            if not path.is_file() or is_further_shard(path):
+            if self._note_broken_link(path) or not path.is_file() or is_further_shard(path):
                 continue
             try:
                 networks = self._inspect(path)
+            except OtherFormatError as error:
+                if component in error.components:
+                    self.errors.append(error)
             except InputError as error:
                 if not isinstance(error, ForeignPickleError):  # a trainer's state, for example
                     self.errors.append(error)
@@ -115,6 +130,12 @@ class WeightFinder:
             weight_files += networks.get(component, ())
         tags = detect_experts(dict.fromkeys(file.path for file in weight_files), self._folder)
         return [replace(weight_file, tag=tags[weight_file.path]) for weight_file in weight_files]
+
+    def _note_broken_link(self, path: Path) -> bool:
+        """Adds a link to nothing, which may stand for a wanted file, to the errors."""
+        if (error := find_link_error(path)) is not None:
+            self.errors.append(error)
+        return error is not None
 
     def pick_one(
         self, component: str, candidates: Collection[WeightFile], flag: str

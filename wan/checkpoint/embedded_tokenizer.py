@@ -33,6 +33,10 @@ _SPECIAL_TYPES = (3, 4)  # SentencePiece's types: control, user defined
 _UNIGRAM = 1
 
 
+class _DamagedVocabError(ValueError):
+    """A vocabulary cannot be used; the message is the reason."""
+
+
 @dataclass(frozen=True)
 class UnigramVocab:
     """A Unigram tokenizer's vocabulary.
@@ -66,8 +70,11 @@ def read_embedded_tokenizer(path: Path) -> UnigramVocab:
     """Reads the vocabulary in a weight file or a `spiece.model`; InputError if it is damaged."""
     try:
         return _read_gguf_vocab(path) if path.suffix == ".gguf" else _read_sentencepiece_vocab(path)
-    except (ValueError, struct.error, LookupError, TypeError, AttributeError) as error:
+    except _DamagedVocabError as error:
         why = f"holds a damaged tokenizer ({error})"
+        raise InputError(f"{path}", None, why, "download it again") from None
+    except (ValueError, struct.error, LookupError, TypeError, AttributeError):
+        why = "holds a damaged tokenizer"  # Python's own words would not help
         raise InputError(f"{path}", None, why, "download it again") from None
 
 
@@ -99,7 +106,7 @@ def _read_sentencepiece_vocab(path: Path) -> UnigramVocab:
         elif field == 3:
             charsmap = dict(_iter_protobuf_fields(value)).get(2, b"")
     if tokenizer_type != _UNIGRAM:
-        raise ValueError(f"a model of kind {tokenizer_type}, not Unigram")
+        raise _DamagedVocabError(f"a model of kind {tokenizer_type}, not Unigram")
     return _check_vocab(tokens, charsmap)
 
 
@@ -107,12 +114,12 @@ def _check_vocab(tokens: list[tuple[str, float, int]], charsmap: bytes) -> Unigr
     for token, score, token_type in tokens:
         is_score = isinstance(score, float) and isfinite(score)
         if not (isinstance(token, str) and is_score and isinstance(token_type, int)):
-            raise ValueError(f"{format_value(token)} with the score {format_value(score)}")
+            raise _DamagedVocabError(f"{format_value(token)} with the score {format_value(score)}")
     if not isinstance(charsmap, bytes):
-        raise ValueError("its normalization rules are no bytes")
+        raise _DamagedVocabError("its normalization rules are no bytes")
     first_tokens = [token for token, _, _ in tokens[:3]]
     if first_tokens != ["<pad>", "</s>", "<unk>"]:
-        raise ValueError(f"its first tokens are {first_tokens}, not T5's")
+        raise _DamagedVocabError(f"its first tokens are {first_tokens}, not T5's")
     special_tokens = [token for token, _, token_type in tokens if token_type in _SPECIAL_TYPES]
     return UnigramVocab([(token, score) for token, score, _ in tokens], special_tokens, charsmap)
 
@@ -126,7 +133,7 @@ def _iter_protobuf_fields(message: bytes) -> Iterator[tuple[int, Any]]:
         result = shift = 0
         while True:
             if position >= len(message) or shift > 63:
-                raise ValueError("truncated")
+                raise _DamagedVocabError("truncated")
             byte = message[position]
             position, result, shift = position + 1, result | (byte & 127) << shift, shift + 7
             if byte < 128:
@@ -143,5 +150,5 @@ def _iter_protobuf_fields(message: bytes) -> Iterator[tuple[int, Any]]:
         )
         value, position = message[position : position + size], position + size
         if position > len(message):
-            raise ValueError("truncated")
+            raise _DamagedVocabError("truncated")
         yield key >> 3, struct.unpack("<f", value)[0] if wire_type == 5 else value

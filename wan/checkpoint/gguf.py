@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wan.checkpoint.tensor_info import GGUF, TensorInfo, read_file_state
+from wan.checkpoint.tensor_info import GGUF, MAX_AXES, TensorInfo, read_file_state
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 from wan.utils.files import open_regular_file
@@ -41,8 +41,8 @@ _STRING, _ARRAY = 8, 9
 _ALIGNMENT_KEY = "general.alignment"
 _ORIGINAL_SHAPE_PREFIX = "comfy.gguf.orig_shape."  # + tensor name: the shape before flattening
 _MAX_HEADER_BYTES = 1 << 25  # bytes; a header with a tokenizer of 256 000 tokens has 10 MB
-_MAX_DIMS = 8
 _MAX_KEYS = 1 << 16
+_MAX_TENSORS = 1 << 16
 _GET_OTHER = "get a little-endian file of version 2 or 3"
 _MAX_VALUES = 1 << 20  # strings of an array; skipping so many takes half a second
 
@@ -184,16 +184,20 @@ def _read_tensor_section(path: Path, reader: _HeaderReader) -> dict[str, TensorI
     )
     for name, value in metadata_values.items():
         sizes = value if isinstance(value, tuple) else (value,)
-        if len(sizes) > _MAX_DIMS or any(type(size) is not int for size in sizes):
+        if len(sizes) > MAX_AXES or any(type(size) is not int for size in sizes):
             raise _DamagedError(f"{format_value(name, str)} is no shape or size")
     alignment = metadata_values.get(_ALIGNMENT_KEY, 32)
     if type(alignment) is not int or alignment not in (1 << bits for bits in range(3, 21)):
         raise _DamagedError(f"alignment {alignment}")
+    if num_tensors > _MAX_TENSORS:
+        raise _DamagedError(f"{num_tensors} tensors")
     tensors: dict[str, TensorInfo] = {}
     for _ in range(num_tensors):
         name = reader.read_text()
+        if not name:
+            raise _DamagedError("a tensor has no name")
         num_dims = reader.read_number("I")
-        if num_dims > _MAX_DIMS:
+        if num_dims > MAX_AXES:
             raise _DamagedError(f"{format_value(name, str)} has {num_dims} axes")
         sizes = reader.read_numbers(f"{num_dims}Q")
         type_number, offset = reader.read_numbers("IQ")

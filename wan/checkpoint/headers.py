@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import struct
 from collections.abc import Iterable, Iterator
@@ -19,13 +18,15 @@ from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, read_pickle_header
 from wan.checkpoint.tensor_info import (
     FLOATS,
     FP8,
+    MAX_AXES,
     SAFETENSORS_SUFFIXES,
     TensorInfo,
     read_file_state,
 )
 from wan.settings.errors import FileChangedError, InputError
-from wan.settings.values import format_value
-from wan.utils.files import open_regular_file
+from wan.settings.json_text import DuplicateNameError, parse_json
+from wan.settings.values import describe_json_error, format_value
+from wan.utils.files import has_file, has_folder, open_regular_file
 
 WEIGHT_FILES = (*SAFETENSORS_SUFFIXES, ".gguf", *PICKLE_SUFFIXES)  # suffixes of weight files
 _INDEX_SUFFIX = ".safetensors.index.json"
@@ -49,7 +50,7 @@ _MAX_JSON_BYTES = 16_000_000  # bytes; an index of the largest checkpoint has 0.
 def is_folder(path: Path) -> bool:
     """Returns whether a path is a folder; InputError if the system rejects the path itself."""
     try:
-        return path.is_dir()
+        return has_folder(path)
     except OSError as error:  # too long, no permission, ...
         why = f"cannot be used ({error.strerror or error})"
         raise InputError(format_value(path, str), None, why, "give another one") from None
@@ -63,12 +64,11 @@ def read_json(path: Path) -> dict[str, Any]:
         why = f"has more than {_MAX_JSON_BYTES // 10**6} MB"
         raise InputError(f"{path}", None, why, "give the right file")
     try:
-        value = json.loads(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        why = f"cannot be read ({error})"
-        raise InputError(f"{path}", None, why, "check the file") from None
+        value = parse_json(content.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise InputError(f"{path}", None, "is no UTF-8 text", "check the file") from None
     except (ValueError, RecursionError) as error:  # also too long a number, too many brackets
-        why = f"is not valid JSON ({str(error).split(';')[0]})"
+        why = f"is not valid JSON ({describe_json_error(error)})"
         raise InputError(f"{path}", None, why, "repair or replace it") from None
     if not isinstance(value, dict):
         why = f"holds a JSON {type(value).__name__}, not an object"
@@ -99,10 +99,15 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     return gguf.read_gguf_header(path) if path.suffix == ".gguf" else read_safetensors_header(path)
 
 
+def read_names(path: Path) -> list[str]:
+    """Returns the names of the tensors in a file or folder."""
+    return [*((read_file_headers(path) if path.is_file() else read_folder_headers(path)) or {})]
+
+
 def list_first_names(path: Path) -> str:
     """Returns the names of a file's or folder's first tensors in brackets, or "" if none."""
-    tensors = (read_file_headers(path) if path.is_file() else read_folder_headers(path)) or {}
-    names = ", ".join(format_value(name, str) for name in [*tensors][:3])
+    tensors = read_names(path)
+    names = ", ".join(format_value(name, str) for name in tensors[:3])
     return f" ({names}{', ...' if len(tensors) > 3 else ''})" if names else ""
 
 
@@ -125,7 +130,7 @@ def list_shards(path: Path) -> list[Path]:
     if not 1 <= number <= count <= _MAX_SHARDS:
         why = f"has the name of shard {number} of {count}"
         raise InputError(f"{path}", None, why, "give it the name that it was published with")
-    missing = [shard.name for shard in shards if not shard.is_file()]
+    missing = [shard.name for shard in shards if not has_file(shard)]
     if missing and path.is_file():
         why = f"is shard {number} of {count}, and {', '.join(missing[:3])} is missing beside it"
         raise InputError(f"{path}", None, why, "download all shards into one folder")
@@ -150,6 +155,9 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
         offsets = read_safetensors_offsets(path)
         for name in handle.keys():  # noqa: SIM118
             dtype, shape = offsets[name][0], tuple(offsets[name][1])
+            if len(shape) > MAX_AXES:
+                why = f"has a tensor of {len(shape)} axes, and {MAX_AXES} are supported"
+                raise InputError(f"{path}", None, why, "give the weights of a network")
             digits = re.search(r"\d+", dtype)  # bits of an element: BF16, F8_E4M3; not of BOOL
             bits = int(digits[0]) if digits else 8
             size = prod(shape) * bits // 8
@@ -162,7 +170,10 @@ def read_safetensors_metadata(path: Path, key: str) -> Any:
     with _open_safetensors(path) as handle:
         text = (handle.metadata() or {}).get(key, "")
     try:
-        return json.loads(text)
+        return parse_json(text)
+    except DuplicateNameError as error:
+        why = f"has metadata {key!r} that is not valid JSON ({error})"
+        raise InputError(f"{path}", None, why, "repair or replace it") from None
     except (ValueError, RecursionError):
         return None
 
@@ -173,7 +184,7 @@ def read_safetensors_offsets(path: Path) -> dict[str, tuple[str, list[int], int]
         size = int.from_bytes(file.read(8), "little")
         try:
             is_possible = size <= min(path.stat().st_size, _MAX_HEADER_BYTES)
-            header = json.loads(file.read(size if is_possible else 0))
+            header = parse_json(file.read(size if is_possible else 0))
             header.pop("__metadata__", None)
             return {
                 name: (info["dtype"], info["shape"], 8 + size + info["data_offsets"][0])
@@ -246,9 +257,9 @@ def read_folder_headers(folder: Path) -> dict[str, TensorInfo] | None:
     """
     for stem in _WEIGHT_STEMS:
         index, file = folder / (stem + _INDEX_SUFFIX), folder / f"{stem}.safetensors"
-        if index.is_file():
+        if has_file(index):
             return _read_sharded_headers(index)
-        if file.is_file():
+        if has_file(file):
             return read_safetensors_header(file)
         if _has_plain_shards(folder, stem):
             why = "is missing, but its shards exist"
@@ -279,7 +290,7 @@ def has_diffusers_weights(folder: Path) -> bool:
         f"{stem}{suffix}" for stem in _WEIGHT_STEMS for suffix in (_INDEX_SUFFIX, ".safetensors")
     ]
     has_shards = any(_has_plain_shards(folder, stem) for stem in _WEIGHT_STEMS)
-    return any((folder / name).is_file() for name in names) or has_shards
+    return any(has_file(folder / name) for name in names) or has_shards
 
 
 def _has_plain_shards(folder: Path, stem: str) -> bool:
@@ -301,7 +312,7 @@ def _read_sharded_headers(index: Path) -> dict[str, TensorInfo]:
             why = f"{entry}, which is no weight file in its folder"
             raise InputError(f"{index}", None, why, "download the index again")
         shard = index.parent / file
-        if not shard.is_file():
+        if not has_file(shard):
             shard = _find_variant(shard) or shard
         if not shard.is_file():
             why = f"is missing, but {index.name} names it"
@@ -329,7 +340,7 @@ def _find_variant(path: Path) -> Path | None:
 
 def check_file_complete(path: Path) -> Path:
     """Returns the path of a file; InputError if the file is missing or incomplete."""
-    if not path.is_file():
+    if not has_file(path):
         raise InputError(f"{path}", None, "does not exist or is no file", "give another one")
     if path.suffix in WEIGHT_FILES:
         read_file_headers(path)

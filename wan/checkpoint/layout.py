@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from wan.checkpoint.config import (
+    DIFFUSERS_FOLDERS,
     KINDS,
     NETWORK_KEYS,
+    PIPELINE_INDEX,
     DitConfig,
+    PipelineIndex,
     detect_kind,
     get_control_layers,
     make_reference_dit_config,
@@ -30,24 +34,28 @@ from wan.checkpoint.headers import (
     check_file_complete,
     has_diffusers_weights,
     is_folder,
-    list_first_names,
     list_shards,
     read_file_headers,
     read_folder_headers,
-    read_json,
 )
 from wan.checkpoint.keymaps import rename_dit_to_diffusers, rename_dit_to_official
-from wan.checkpoint.network_names import COMPONENTS
+from wan.checkpoint.network_names import COMPONENTS, VACE_MODULE
+from wan.checkpoint.partial_networks import (
+    add_t2v_presets,
+    add_vace_module,
+    describe_content,
+    find_vace_modules,
+)
 from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
-from wan.settings.values import format_value, join_with_or
+from wan.settings.values import join_with_or
+from wan.utils.files import check_link, has_file, has_folder
 
 NO_FILES = NetworkFiles()
 EXPERT_FOLDERS = {"high_noise": "high_noise_model", "low_noise": "low_noise_model"}
-_DIFFUSERS_FOLDERS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 _STEMS = {  # official files end with .pth or .safetensors
     "text_encoder": "models_t5_umt5-xxl-enc-bf16",
     "image_encoder": "models_clip_open-clip-xlm-roberta-large-vit-huge-14",
@@ -60,15 +68,7 @@ _EXPECTED_FILES = {
     "tokenizer": "google/umt5-xxl/, tokenizer/ or a text encoder file that contains it",
     "audio_encoder": f"the folder {WAV2VEC2_FOLDER}",
 }
-PIPELINE_INDEX = "model_index.json"
 _FLAG_HINTS = {name: f", or give one with `{name}`" for name in ("text_encoder", "vae")}
-_PIPELINE_COMPONENTS = (
-    *_DIFFUSERS_FOLDERS.values(),
-    "vae",
-    "text_encoder",
-    "tokenizer",
-    "image_encoder",
-)
 _GIVE_BOTH_EXPERTS = (
     "it is one of two experts: give both with `dit_high_noise` and `dit_low_noise`, or rename it"
 )
@@ -180,10 +180,33 @@ def _list_component_files(folder: Path) -> list[Path]:
     return [path for suffix in suffixes for path in folder.glob(f"*{suffix}")]
 
 
-def make_reference_checkpoint(preset: Preset) -> Checkpoint:
-    """Returns a checkpoint without files that has the configuration of a task's published DiTs."""
+def make_reference_checkpoint(preset: Preset, network_files: NetworkFiles = NO_FILES) -> Checkpoint:
+    """Returns a checkpoint without a folder that has the configuration of a task's published DiTs.
+
+    Args:
+        network_files: Files of other networks than DiTs, which are checked.
+    """
     files = DitFiles(Path(preset.folder), make_reference_dit_config(preset), {})
-    return Checkpoint(None, "official", preset.kind, dict.fromkeys(preset.experts, files))
+    explicit_paths = {name: getattr(network_files, name, None) for name in ("vae", *_STEMS)}
+    components: dict[str, Any] = {
+        name: _check_explicit_component(name, path, preset)
+        for name, path in explicit_paths.items()
+        if path is not None
+    }
+    experts = dict.fromkeys(preset.experts, files)
+    return Checkpoint(None, "official", preset.kind, experts, **components)
+
+
+def check_checkpoint_folder(folder: Path, remedy: str = "give the folder of a checkpoint") -> None:
+    """Raises InputError if a checkpoint folder does not exist."""
+    if is_folder(folder):
+        return
+    why = "is a file" if folder.exists() else "does not exist"
+    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and str(folder)[0] != "."
+    if is_hub_name and not folder.exists():
+        why = "is not a folder"
+        remedy = "download the checkpoint first, if it is a model hub's name, and give its folder"
+    raise InputError("`ckpt_dir`", folder, why, remedy)
 
 
 def inspect_checkpoint(
@@ -200,23 +223,19 @@ def inspect_checkpoint(
     Raises:
         InputError: The folder is no checkpoint, is damaged, or holds several matching networks.
     """
-    if not is_folder(folder):
-        why = "does not exist"
-        remedy = "give the folder of a checkpoint, or leave it out to try the demo"
-        if folder.exists():
-            why = "is a file"
-        elif re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not str(folder).startswith("."):
-            why = "is not a folder"
-            remedy = (
-                "download the checkpoint first, if it is a model hub's name, and give its folder"
-            )
-        raise InputError("`ckpt_dir`", folder, why, remedy)
-    finder, index = WeightFinder(folder), _PipelineIndex.read(folder)
-    diffusers = any((folder / name).is_dir() for name in _DIFFUSERS_FOLDERS.values())
-    experts = _read_explicit_experts(network_files, presets)
+    check_checkpoint_folder(folder)
+    finder, index = WeightFinder(folder), PipelineIndex.read(folder)
+    diffusers = any(has_folder(folder / name) for name in DIFFUSERS_FOLDERS.values())
+    experts, vace_modules = _read_explicit_experts(network_files, presets)
     if "dit" not in experts and not experts.keys() >= {*EXPERT_FOLDERS}:
-        dits = _read_folder_experts(finder, folder, index if diffusers else None, presets, experts)
+        base_presets = add_t2v_presets(presets) if vace_modules else presets
+        dits = _read_folder_experts(
+            finder, folder, index if diffusers else None, base_presets, experts
+        )
         experts = {**dits, **experts}
+    tensors = {name: files.tensors for name, files in experts.items()}
+    vace_modules = vace_modules or find_vace_modules(finder, tensors, presets)
+    experts |= {x: _add_control_blocks(experts, x, path) for x, path in vace_modules.items()}
     first_dit, *other_dits = experts.values()
     if any(files.config != first_dit.config for files in other_dits):
         why = "mixes networks of different tasks or sizes"
@@ -249,48 +268,23 @@ def inspect_checkpoint(
     )
 
 
-@dataclass(frozen=True)
-class _PipelineIndex:
-    """The contents of a Diffusers folder's model_index.json.
-
-    Attributes:
-        boundary: The `boundary_ratio`; None if it is absent or null.
-        has_null_boundary: `boundary_ratio` is null, so that `transformer` runs all steps.
-        components: Names of the pipeline's components.
-    """
-
-    boundary: float | None = None
-    has_null_boundary: bool = False
-    components: frozenset[str] = frozenset()
-
-    @classmethod
-    def read(cls, folder: Path) -> _PipelineIndex:
-        """Reads a folder's model_index.json if it exists; InputError if it is damaged."""
-        path = folder / PIPELINE_INDEX
-        if not path.is_file():
-            return cls()
-        model_index, remedy = read_json(path), "download model_index.json again"
-        boundary = model_index.get("boundary_ratio")
-        is_number = isinstance(boundary, int | float) and not isinstance(boundary, bool)
-        if boundary is not None and not (is_number and 0 < boundary < 1):
-            why = f"is {format_value(boundary)}, but must be a number between 0 and 1, or null"
-            raise InputError(f"{path}: boundary_ratio", None, why, remedy)
-        entries = {name: model_index[name] for name in _PIPELINE_COMPONENTS if name in model_index}
-        for name, value in entries.items():
-            if value is not None and not (isinstance(value, list) and len(value) == 2):
-                why = f"is {format_value(value)}, but must be a library and a class"
-                raise InputError(f"{path}: {name}", None, why, remedy)
-        return cls(
-            None if boundary is None else float(boundary),
-            "boundary_ratio" in model_index and boundary is None,
-            frozenset(name for name, value in entries.items() if value not in (None, [None, None])),
-        )
+def _add_control_blocks(experts: dict[str, DitFiles], expert: str, path: Path) -> DitFiles:
+    """Adds the control blocks of a file to an expert."""
+    if expert not in experts:
+        why, remedy = f"is for the {expert} expert, which is missing", "give a folder that has it"
+        raise InputError(f"`dit_{expert}`", path, why, remedy)
+    files = experts[expert]
+    config, tensors = add_vace_module(path, files.folder, files.config, files.tensors)
+    return replace(files, config=config, tensors=tensors)
 
 
 def _read_explicit_experts(
     network_files: NetworkFiles, presets: tuple[Preset, ...]
-) -> dict[str, DitFiles]:
-    """Reads the DiTs that were given as single files or folders (`dit`, `dit_high_noise`, ...)."""
+) -> tuple[dict[str, DitFiles], dict[str, Path]]:
+    """Reads the DiTs that were given as single files or folders (`dit`, `dit_high_noise`, ...).
+
+    Returns the DiTs, and the files of VACE's control blocks alone.
+    """
     high_noise, low_noise = network_files.dit_high_noise, network_files.dit_low_noise
     paths = {"dit": network_files.dit, "high_noise": high_noise, "low_noise": low_noise}
     if network_files.dit is not None and (high_noise or low_noise):
@@ -301,6 +295,7 @@ def _read_explicit_experts(
         why = "is given for both experts"
         raise InputError("`dit_high_noise`", high_noise, why, "give two files")
     dits: dict[str, DitFiles] = {}
+    vace_modules: dict[str, Path] = {}
     for expert, path in paths.items():
         if path is None:
             continue
@@ -310,17 +305,22 @@ def _read_explicit_experts(
             remedy = "use `dit_high_noise` and `dit_low_noise`" if expert == "dit" else "use `dit`"
             tasks = " or ".join(preset.task for preset in presets)
             raise InputError(flag, path, f"does not fit {tasks}, which has {num_networks}", remedy)
+        if path.exists() and VACE_MODULE in inspect_weights(path):
+            _check_expert_in_name(flag, path, expert)
+            vace_modules[expert] = path
+            continue
         _check_component_file(flag, path, "dit")
         stored_expert = expert if _holds_expert(path, expert) else None
         if stored_expert is None:
             _check_expert_in_name(flag, path, expert)
         folder, file = (path, None) if path.is_dir() else (path.parent, path)
         dits[expert] = _read_dit_files(folder, file, stored_expert)
-    return dits
+    return dits, vace_modules
 
 
 def _holds_expert(path: Path, expert: str = "high_noise") -> bool:
     """Returns whether a file or folder holds two DiTs under names of experts."""
+    check_link(path)
     networks = inspect_weights(path).get("dit", ()) if path.exists() else ()
     return any(network.stored_expert == expert for network in networks)
 
@@ -343,6 +343,7 @@ def _check_expert_in_name(flag: str, path: Path, expert: str) -> None:
 
 def _check_component_file(flag: str, path: Path, component: str) -> WeightFile:
     """Returns the network in an explicit file or folder; InputError if it holds another one."""
+    check_link(path)
     if not path.exists():
         raise InputError(flag, path, "does not exist", "give a weight file or its folder")
     if path.is_file() and path.suffix not in WEIGHT_FILES:
@@ -351,8 +352,10 @@ def _check_component_file(flag: str, path: Path, component: str) -> WeightFile:
     networks = inspect_weights(path)
     if component not in networks:
         content = " and ".join(COMPONENTS[name] for name in COMPONENTS if name in networks)
-        content = content or f"none of Wan's networks{list_first_names(path)}"
-        raise InputError(flag, path, f"holds {content}", f"give {COMPONENTS[component]}")
+        remedy = f"give {COMPONENTS[component]}"
+        if not content:
+            content, remedy = describe_content(path, remedy)
+        raise InputError(flag, path, f"holds {content}", remedy)
     return networks[component][0]
 
 
@@ -382,7 +385,8 @@ def _find_tokenizer(folder: Path, text_encoder: Path | None) -> Path | None:
     encoder_folders = [] if text_encoder is None else [text_encoder.parent]
     for parent in (folder, *encoder_folders):
         for name in ("google/umt5-xxl", "umt5-xxl", "tokenizer"):
-            if (parent / name).is_dir():
+            if has_folder(parent / name):
+                _check_links(parent / name)
                 return parent / name
     return (
         text_encoder if text_encoder is not None and has_embedded_tokenizer(text_encoder) else None
@@ -392,7 +396,16 @@ def _find_tokenizer(folder: Path, text_encoder: Path | None) -> Path | None:
 def _find_audio_encoder(folder: Path) -> Path | None:
     """Returns the folder of wav2vec2: its published name or any that begins with "wav2vec2"."""
     folders = [folder / WAV2VEC2_FOLDER, *sorted(folder.glob("wav2vec2*"))]
-    return next((path for path in folders if (path / "config.json").is_file()), None)
+    audio_encoder = next((path for path in folders if has_file(path / "config.json")), None)
+    if audio_encoder is not None:
+        _check_links(audio_encoder)
+    return audio_encoder
+
+
+def _check_links(folder: Path) -> None:
+    """Refuses a component's folder with a link to nothing, which libraries may pass over."""
+    for path in sorted(folder.iterdir()):
+        check_link(path)
 
 
 def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
@@ -420,18 +433,21 @@ def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
 
 def _find_official_file(folder: Path, stem: str) -> Path | None:
     files = (folder / (stem + suffix) for suffix in (".pth", ".safetensors"))
-    return next((check_file_complete(file) for file in files if file.is_file()), None)
+    return next((check_file_complete(file) for file in files if has_file(file)), None)
 
 
 def _find_diffusers_component(folder: Path) -> Path | None:
     """Returns a folder in the layout of diffusers or transformers if its weights are complete."""
-    return folder if folder.is_dir() and read_folder_headers(folder) else None
+    if not has_folder(folder):
+        return None
+    _check_links(folder)
+    return folder if read_folder_headers(folder) else None
 
 
 def _read_folder_experts(
     finder: WeightFinder,
     folder: Path,
-    index: _PipelineIndex | None,
+    index: PipelineIndex | None,
     presets: tuple[Preset, ...],
     explicit_experts: Collection[str],
 ) -> dict[str, DitFiles]:
@@ -442,8 +458,8 @@ def _read_folder_experts(
         presets: As in `inspect_checkpoint`.
         explicit_experts: Experts that are not read from the folder.
     """
-    names = EXPERT_FOLDERS if index is None else _DIFFUSERS_FOLDERS
-    folders = {expert: folder / name for expert, name in names.items() if (folder / name).is_dir()}
+    names = EXPERT_FOLDERS if index is None else DIFFUSERS_FOLDERS
+    folders = {expert: folder / name for expert, name in names.items() if has_folder(folder / name)}
     if index is not None and not explicit_experts and "high_noise" in folders:
         has_second = "transformer_2" in index.components
         is_complete = len(folders) == 2 or not (has_second or index.boundary is not None)
@@ -478,7 +494,7 @@ def _read_expert_files(
     ] or weight_files
 
     def read_dit(file: WeightFile, stored_expert: str | None = None) -> DitFiles:
-        has_config = (file.path.parent / "config.json").is_file()
+        has_config = has_file(file.path.parent / "config.json")
         return _read_dit_files(file.path.parent if has_config else folder, file.path, stored_expert)
 
     pair = {}

@@ -24,7 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from wan.checkpoint.dequantise import dequantize_gguf, dequantize_nvfp4, untile_scales
+from wan.checkpoint.dequantise import (
+    dequantize_gguf,
+    dequantize_nvfp4,
+    multiply_by_block_scales,
+    untile_scales,
+)
 from wan.checkpoint.headers import (
     read_file_headers,
     read_folder_headers,
@@ -48,6 +53,7 @@ from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
 from wan.settings.values import format_value
 from wan.utils import system
+from wan.utils.files import has_folder
 from wan.utils.log import make_progress_bar
 
 _COPY_ELEMENTS = 1 << 24  # elements per copy
@@ -287,10 +293,17 @@ def read_headers(
     Raises:
         InputError: The path is not one of these, or is damaged.
     """
-    tensors = read_folder_headers(path) if path.is_dir() else read_file_headers(path)
+    tensors = read_folder_headers(path) if has_folder(path) else read_file_headers(path)
     if not tensors:
         raise InputError(f"{path}", None, "holds no weights", "download them")
     return collect_network_tensors(tensors, rename, component)
+
+
+def describe_mismatch(error: Exception) -> str:
+    """Returns why the sizes of a network could not be read from its tensors."""
+    if isinstance(error, KeyError) and isinstance(error.args[0], str):
+        return f"it lacks {format_value(error.args[0], str)}"
+    return "its tensors have the sizes of another network"
 
 
 def map_safetensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
@@ -382,7 +395,7 @@ def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
             if name in block_scales:
                 sources[name] = _make_nvfp4_source(source, scale, block_scale_sources[name])
             else:
-                sources[name] = _make_scaled_source(source, scale, tensors[name].first_row)
+                sources[name] = _make_scaled_source(source, scale, tensors[name])
     for name, info in tensors.items():
         if info.chunks:
             chunks = open_sources({str(i): chunk for i, chunk in enumerate(info.chunks)})
@@ -397,20 +410,22 @@ def _make_view_source(view: Tensor, file: MappedFile | None = None) -> TensorSou
 
 
 def _make_scaled_source(
-    quantized: TensorSource, scale: TensorSource, first_row: int
+    quantized: TensorSource, scale: TensorSource, info: TensorInfo
 ) -> TensorSource:
-    """Returns a source of FP8 or int8 values times their scale (per tensor or row), float32.
-
-    Args:
-        first_row: Row of the first scale.
-    """
-    scales, is_scalar = scale.read(slice(None)).float().reshape(-1, 1), prod(scale.shape) == 1
-    if not is_scalar:
-        scales = scales[first_row : first_row + quantized.shape[0]]
+    """Returns a source of FP8 or int8 values times their scale, float32."""
+    num_columns = prod(quantized.shape[1:])
+    block_rows, block_columns = info.scale_block or (1, num_columns)
+    scales, is_scalar = scale.read(slice(None)).float(), prod(scale.shape) == 1
+    scales = scales.reshape(-1, -(-num_columns // max(1, block_columns)))
 
     def read(rows: slice) -> Tensor:
-        values = quantized.read(rows).to(torch.float32)
-        return values.mul_(scales if is_scalar else scales[rows])
+        values = quantized.read(rows).to(torch.float32, memory_format=torch.contiguous_format)
+        if is_scalar:
+            return values.mul_(scales.view(()))
+        first_row = info.first_row + rows.indices(quantized.shape[0])[0]
+        matrix = values.view(len(values), num_columns)
+        multiply_by_block_scales(matrix, scales, first_row, (block_rows, block_columns))
+        return values
 
     mapped_tensor, file = quantized.mapped_tensor, quantized.file
     return TensorSource(torch.float32, quantized.shape, read, mapped_tensor, file)
@@ -454,8 +469,8 @@ def open_weight_only_sources(weights: Mapping[str, TensorInfo]) -> dict[str, Ten
     sources = open_sources(infos)
     for name, info in scales.items():
         values = torch.ones(1) if info is None else sources[name].read(slice(None)).float()
-        values = values.reshape(1) if values.numel() == 1 else values.reshape(-1, 1)
-        sources[name] = _make_view_source(values)
+        weight = weights[name.removesuffix(".weight_scale")]
+        sources[name] = _make_view_source(values.reshape(weight.scale_shape))
     return sources
 
 

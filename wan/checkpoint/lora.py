@@ -26,7 +26,8 @@ from wan.checkpoint.lora_reader import MAX_ABS, Lora, LoraFile, LoraReader
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
-from wan.settings.values import format_value
+from wan.settings.values import expand_home, format_value, parse_number
+from wan.utils.files import check_link, has_file
 
 _FLAGS = {"both": "lora", "high_noise": "lora_high_noise", "low_noise": "lora_low_noise"}
 _RELIGHTING_FLAG = "use_relighting_lora"
@@ -41,15 +42,14 @@ def parse_lora_file(text: str) -> LoraFile:
     """
     file, equals, tail = text.rpartition("=")
     try:
-        strength = float(tail) if equals else None
+        float(tail if equals else "no number")
     except ValueError:
-        strength = None
-    if strength is None:
-        return LoraFile(Path(os.path.expanduser(text)))
-    if not abs(strength) <= MAX_ABS:
+        return LoraFile(expand_home("LoRA", text))
+    strength = parse_number(tail)
+    if strength is None or abs(strength) > MAX_ABS:
         why = f"has the strength {format_value(tail)}"
         raise InputError("LoRA", file, why, f"give a number from -{MAX_ABS:g} to {MAX_ABS:g}")
-    return LoraFile(Path(os.path.expanduser(file)), strength)
+    return LoraFile(expand_home("LoRA", file), strength)
 
 
 def list_lora_files(values: Mapping[str, Any]) -> dict[str, tuple[LoraFile, ...]]:
@@ -67,7 +67,7 @@ def list_lora_files(values: Mapping[str, Any]) -> dict[str, tuple[LoraFile, ...]
     }
     for expert in EXPERTS if "lora_dir" in values else ():
         path = values["lora_dir"] / f"{expert}_model.safetensors"
-        if not path.is_file():
+        if not has_file(path):
             files = " and ".join(f"{name}_model.safetensors" for name in EXPERTS)
             remedy = f"give a folder with {files}, or `lora_high_noise` and `lora_low_noise`"
             raise InputError("`lora_dir`", path.parent, f"has no {path.name}", remedy)
@@ -79,7 +79,8 @@ def _locate_lora_file(lora_file: LoraFile, folder: Path) -> LoraFile:
     """Falls back to ComfyUI's folder `loras` in the checkpoint's if the file does not exist."""
     path, cwd = Path(os.path.abspath(lora_file.path)), Path.cwd()
     fallback = folder / "loras" / (path.relative_to(cwd) if path.is_relative_to(cwd) else path.name)
-    if not lora_file.path.exists() and fallback.is_file():
+    check_link(lora_file.path)
+    if not lora_file.path.exists() and has_file(fallback):
         return LoraFile(fallback, lora_file.strength)
     return lora_file
 
@@ -121,7 +122,7 @@ def _assign_by_name(
 
 def _holds_both_experts(file: Path) -> bool:
     """Returns whether a file has tensors of both experts."""
-    return file.is_file() and names_both_experts(read_file_headers(file))
+    return has_file(file) and names_both_experts(read_file_headers(file))
 
 
 def _check_untagged_pair(file: Path, applied_tags: Mapping[Path, ExpertTag]) -> None:
@@ -203,7 +204,7 @@ def _iter_name_notices(loras: Mapping[str, Sequence[Lora]]) -> Iterator[str]:
 
 def _find_relighting_lora(folder: Path) -> Path:
     """Returns the relighting LoRA of an Animate checkpoint."""
-    path = next((folder / name for name in _RELIGHTING_FILES if (folder / name).is_file()), None)
+    path = next((folder / name for name in _RELIGHTING_FILES if has_file(folder / name)), None)
     if path is None:
         why = f"needs {' or '.join(_RELIGHTING_FILES)}, which {folder} lacks"
         raise InputError(

@@ -22,6 +22,7 @@ from wan.checkpoint.lora_reader import Lora
 from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES, read_file_state
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
+from wan.utils.files import check_link, has_folder
 from wan.utils.log import logger
 
 _SETTING = "`video_lora`"
@@ -64,11 +65,12 @@ def find_lora_files(folder: Path) -> dict[str, Path]:
         InputError: The folder cannot be read, or has no LoRA file.
     """
     subject, remedy = "`lora_folder`", "give a folder of .safetensors files"
-    if not folder.is_dir():
+    if not has_folder(folder):
         raise InputError(subject, folder, "is no folder", remedy)
     files, inside = dict[str, Path](), folder.resolve()
     paths = [path for suffix in SAFETENSORS_SUFFIXES for path in folder.glob(f"*{suffix}")]
     for path in sorted(paths):
+        check_link(path)
         if not path.resolve().is_relative_to(inside):
             logger.warning("%s is a link out of its folder and is left out.", path)
         elif path.is_file():

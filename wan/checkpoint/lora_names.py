@@ -60,8 +60,8 @@ NAMINGS = (
     Naming("parameters without a module", "", ".lora_down", ".lora_up"),
 )
 """One row for each program, for the documentation. In a file, a prefix may be repeated, and be
-combined with the suffixes of any row. A layer has its official or its diffusers name, with dots or
-underscores."""
+combined with the suffixes of any row. A layer has its official or its diffusers name, with any
+mixture of dots and underscores between its modules."""
 DIFFERENCES = {
     ".diff": "weight",
     ".w_norm": "weight",
@@ -71,9 +71,25 @@ DIFFERENCES = {
 }
 """Suffix of a full weight delta -> the parameter to which it is added. After a parameter's name,
 as in `blocks.0.modulation.diff`, `.diff` is the delta of that parameter."""
-_LOW_NOISE_PREFIXES = (LOW_NOISE_PREFIX, "dit2.", "lora_transformer_2_")
-PREFIXES = (*(naming.prefix for naming in NAMINGS if naming.prefix), *NETWORK_PREFIXES)
-PREFIXES += _LOW_NOISE_PREFIXES
+
+
+def _list_prefix_spellings(prefixes: Iterable[str]) -> tuple[str, ...]:
+    """Returns prefixes with other separators: a dot or an underscore for each.
+
+    A prefix of one word keeps its dot, because transformer_blocks is a layer of other networks.
+    """
+    spellings: dict[str, None] = {}
+    for prefix in prefixes:
+        spellings[prefix] = None
+        if prefix not in NETWORK_PREFIXES or "_" in prefix:
+            flat = prefix.replace(".", "_")
+            spellings |= dict.fromkeys((f"{prefix[:-1]}_", f"{prefix[:-1]}.", flat))
+    return tuple(spellings)
+
+
+_LOW_NOISE_PREFIXES = _list_prefix_spellings((LOW_NOISE_PREFIX, "dit2.", "lora_transformer_2_"))
+PREFIXES = _list_prefix_spellings(naming.prefix for naming in NAMINGS if naming.prefix)
+PREFIXES = (*PREFIXES, *NETWORK_PREFIXES, *_LOW_NOISE_PREFIXES)
 _LOHA_ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
 _LOKR_ROLES = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
 _MAGNITUDES = (
@@ -250,9 +266,35 @@ def names_both_experts(names: Iterable[str]) -> bool:
     return len({is_low_noise(name) for name in names}) == 2
 
 
-def map_layer_spellings(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Maps every spelling of a layer's name, without a prefix, to its official name."""
-    spellings: dict[str, str] = {}
+class Spellings:
+    """The official names of layers or parameters by their spellings, without a prefix.
+
+    The module tree tells where a name of it is separated, so each separator of a spelling may be a
+    dot or an underscore.
+    """
+
+    def __init__(self) -> None:
+        self._exact: dict[str, str] = {}
+        self._flat: dict[str, set[str]] = {}
+
+    def add(self, spelling: str, official: str) -> None:
+        """Adds a spelling with dots."""
+        self._exact[spelling] = official
+        self._flat.setdefault(spelling.replace(".", "_"), set()).add(official)
+
+    def __contains__(self, name: str) -> bool:
+        return name.replace(".", "_") in self._flat
+
+    def find_all(self, name: str) -> list[str]:
+        """Returns all official names that a name may mean, sorted."""
+        if name in self._exact:
+            return [self._exact[name]]
+        return sorted(self._flat.get(name.replace(".", "_"), ()))
+
+
+def map_layer_spellings(parameters: Mapping[str, Any]) -> Spellings:
+    """Maps every spelling of a layer's name to its official name."""
+    spellings = Spellings()
     for name in parameters:
         official, _, parameter = name.rpartition(".")
         diffusers_name = rename_dit_to_diffusers(name)
@@ -264,16 +306,16 @@ def map_layer_spellings(parameters: Mapping[str, Any]) -> dict[str, str]:
         if names[1].endswith(".to_out.0"):  # diffusers' attention processors have to_out_lora
             names.append(names[1].removesuffix(".0"))
         for spelling in names:
-            spellings[spelling] = spellings[spelling.replace(".", "_")] = official
+            spellings.add(spelling, official)
     return spellings
 
 
-def map_parameter_spellings(parameters: Iterable[str]) -> dict[str, str]:
-    """Maps every spelling of a parameter's name, without a prefix, to its official name."""
-    spellings: dict[str, str] = {}
+def map_parameter_spellings(parameters: Iterable[str]) -> Spellings:
+    """Maps every spelling of a parameter's name to its official name."""
+    spellings = Spellings()
     for name in parameters:
         for spelling in (name, rename_dit_to_diffusers(name)):
-            spellings[spelling] = spellings[spelling.replace(".", "_")] = name
+            spellings.add(spelling, name)
     return spellings
 
 

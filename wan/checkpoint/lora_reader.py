@@ -24,6 +24,7 @@ from wan.checkpoint.lora_names import (
     HIGH_NOISE_PREFIX,
     LOW_NOISE_PREFIX,
     PREFIXES,
+    Spellings,
     Suffix,
     find_name_refusal,
     is_image_layer,
@@ -36,13 +37,15 @@ from wan.checkpoint.lora_names import (
 from wan.checkpoint.peft_settings import PeftSettings, read_peft_settings
 from wan.checkpoint.pickle_header import PICKLE_SUFFIXES
 from wan.checkpoint.prefixes import OTHER_LAYERS, find_shared_prefix, strip_prefixes
+from wan.checkpoint.quant_programs import find_program
 from wan.checkpoint.tensor_info import FLOATS, FP8, SAFETENSORS_SUFFIXES, TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
+from wan.utils.files import has_file
 
 _SUFFIXES = (*SAFETENSORS_SUFFIXES, *PICKLE_SUFFIXES)
 MAX_ABS = 1e6  # of a strength or an alpha; larger ones may overflow
-_MODULE_WORDS = re.compile(r"\.(processor|base_layer|modules_to_save\.[^.]+)\.")
+_MODULE_WORDS = re.compile(r"[._](processor|base_layer|modules_to_save\.[^.]+)[._]")
 _IMAGE_INPUT = "img_emb."  # parameters of networks that read CLIP's embeddings of an image
 _CONVERT = "convert its names to those of docs/few_step.md"
 _MISFIT = "it was made for another model, or is damaged"
@@ -92,13 +95,16 @@ class LoraReader:
         self, lora_file: LoraFile, parameters: Mapping[str, TensorInfo], expert: str
     ) -> None:
         self.path, self.strength, self.expert = lora_file.path, lora_file.strength, expert
-        if not self.path.is_file():
+        if not has_file(self.path):
             raise self.make_error("does not exist or is no file", "give a .safetensors file")
         if self.path.suffix not in _SUFFIXES:
             raise self.make_error(f"is none of {', '.join(_SUFFIXES)}", "convert it")
         if len(list_shards(self.path)) > 1:
             raise self.make_error("is one of several shards", "give a LoRA in one file")
         self.tensors = read_file_headers(self.path)
+        if other := find_program(self.tensors):
+            why = f"holds {other.name}: weights quantized by {other.program}, no LoRA"
+            raise self.make_error(why, "give a LoRA")
         self.parameter_shapes = {name: info.shape for name, info in parameters.items()}
         self.has_low_noise_tensors = any(map(is_low_noise, self.tensors))
         self.unused_names: tuple[str, ...] = ()
@@ -121,18 +127,18 @@ class LoraReader:
         scalars = read_scalars(self.path, alpha_infos.values())
         settings = read_peft_settings(self.path, prefix)
         self.check_whole_parameters(layers, settings)
-        if alpha_infos:  # PEFT's scale settings apply only to files without alphas
-            settings = PeftSettings()
         deltas: dict[str, list[WeightDelta]] = {}
         for name, layer in layers.items():
-            if name in alpha_infos:
+            layer_settings = settings
+            if name in alpha_infos:  # counts before PEFT's, as LyCORIS divides it
                 alpha = scalars[alpha_infos[name].name]
+                layer_settings = replace(settings, rank=None, rank_pattern={})
                 if not layer.tensors.keys() - {"bias"}:
                     why = f"has {alpha_infos[name].name}, but no LoRA for this layer"
                     raise self.make_error(why, "it is damaged")
             else:
                 alpha = settings.find_alpha(layer.module_names)
-            for parameter, delta in self.iter_deltas(name, layer, alpha, settings):
+            for parameter, delta in self.iter_deltas(name, layer, alpha, layer_settings):
                 deltas.setdefault(parameter, []).append(delta)
         all_deltas = {name: tuple(x) for name, x in deltas.items()}
         return Lora(self.path, self.strength, all_deltas, unused_names=self.unused_names)
@@ -213,9 +219,10 @@ class LoraReader:
         for name, stages in stripped.items():
             stem, role = stages[-1], suffixes[name].role
             if role and stem in layers:
-                layer = layers[stem]
+                layer = self.find_official_name(layers, stem, name)
             elif stem in parameters and role in ("", "difference of weight"):
-                layer, _, parameter = parameters[stem].rpartition(".")
+                official = self.find_official_name(parameters, stem, name)
+                layer, _, parameter = official.rpartition(".")
                 role = f"{'difference of' if role else 'whole'} {parameter}"
             else:
                 raise self.make_name_error(
@@ -223,6 +230,14 @@ class LoraReader:
                 )
             resolved[name] = layer, role, stages
         return resolved
+
+    def find_official_name(self, spellings: Spellings, stem: str, name: str) -> str:
+        """Returns the only official name that the stem of a tensor's name may mean."""
+        official, *further_names = spellings.find_all(stem)
+        if further_names:
+            why = f"holds {name}, which may mean {official} or {further_names[0]}"
+            raise self.make_error(why, "write the layer with dots between its modules")
+        return official
 
     def make_name_error(
         self, unknown: list[str], ends: list[str], stems: Mapping[str, str], is_known: Any
@@ -363,7 +378,10 @@ class LoraReader:
             raise self.make_error(why, _MISFIT)
 
     def compute_scale(self, layer: str, rank: int, alpha: Any, use_rslora: bool) -> float:
-        """Returns alpha / rank, or alpha / sqrt(rank) of rsLoRA."""
+        """Returns alpha / rank, or alpha / sqrt(rank) of PEFT's rsLoRA.
+
+        LyCORIS stores an alpha of its rsLoRA that is to be divided by the rank.
+        """
         alpha = rank if alpha is None else alpha
         is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
         if not is_number or not abs(alpha) <= MAX_ABS:

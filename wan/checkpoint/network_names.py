@@ -14,14 +14,24 @@ from dataclasses import dataclass
 from wan.checkpoint.expert_names import EXPERTS, find_expert_tags
 from wan.checkpoint.lora_names import split_suffix
 from wan.checkpoint.prefixes import WRAPPERS
+from wan.checkpoint.quant_programs import (
+    REMEDY,
+    find_program,
+    is_parameter,
+    list_weight_names,
+    rename_scaled_values,
+)
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
+from wan.settings.values import format_value
 
+VACE_MODULE = "vace_module"
 COMPONENTS = {
     "dit": "a video network (DiT)",
     "text_encoder": "a UMT5 text encoder",
     "vae": "a Wan VAE",
     "image_encoder": "a CLIP image encoder",
+    VACE_MODULE: "VACE's control blocks without the rest of the network",
     "lora": "a LoRA",
 }
 """Component -> its name in messages."""
@@ -47,6 +57,10 @@ _SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("vision_model.embeddings.class_embedding",),
         ("embeddings.class_embedding",),
         ("visual.cls_embedding",),
+    ),
+    VACE_MODULE: (
+        ("vace_patch_embedding.weight", "vace_blocks.0.ffn.0.weight"),
+        ("vace_patch_embedding.weight", "vace_blocks.0.ffn.net.0.proj.weight"),
     ),
 }
 """Component -> signatures: names of tensors that a network has, all with the same prefix."""
@@ -79,6 +93,44 @@ class NetworkNames:
 def find_networks(tensors: Mapping[str, TensorInfo]) -> list[NetworkNames]:
     """Returns the networks of a file, or a LoRA if it holds no network."""
     return _find_networks(_remove_wrappers(tensors))
+
+
+class OtherFormatError(InputError):
+    """Networks are stored in a format that is not read.
+
+    Attributes:
+        components: Keys of `COMPONENTS`.
+    """
+
+    components: frozenset[str] = frozenset()
+
+
+def check_format(tensors: Mapping[str, TensorInfo]) -> None:
+    """Refuses quantized weights of a format that is not read, by the name of its program.
+
+    Raises:
+        OtherFormatError: The tensors have names of such a format; or they are no network, but would
+            be one if they were weights.
+    """
+    unwrapped = _remove_wrappers(tensors)
+    other = find_program(unwrapped)
+    if not unwrapped or (other is None and _find_networks(unwrapped)):
+        return
+    networks = _find_networks(list_weight_names(unwrapped), with_loras=False)
+    components = {network.component: network for network in networks}
+    if other is None and not components:
+        return
+    content = " and ".join(COMPONENTS[name] for name in components) or "weights"
+    file = next(iter(tensors.values())).file
+    if other is not None:
+        name, why = other.name, f"quantized by {other.program}"
+    else:
+        name = next(name for name in unwrapped if not is_parameter(name))
+        why = "in a format that is not known"
+    why = f"holds {content} {why} ({format_value(unwrapped[name].name, str)})"
+    error = OtherFormatError(f"{file}", None, f"{why}, which is not supported", REMEDY)
+    error.components = frozenset(components)
+    raise error
 
 
 def select_network(
@@ -144,19 +196,21 @@ def _select_text_encoder(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo
     return {name: info for name, info in tensors.items() if not _is_unused_text_tensor(name)}
 
 
-def _find_networks(names: Mapping[str, TensorInfo]) -> list[NetworkNames]:
-    networks = []
+def _find_networks(names: Mapping[str, TensorInfo], with_loras: bool = True) -> list[NetworkNames]:
+    networks: list[NetworkNames] = []
     for component, signatures in _SIGNATURES.items():
         prefixes: set[str] = set()
         for signature in signatures:
             prefixes = prefixes or _find_prefixes(names, signature)
         if component == "vae":
             prefixes = {prefix for prefix in prefixes if _is_video_vae(names, prefix)}
+        if component == VACE_MODULE:  # those of a whole network are a part of it
+            prefixes -= {network.prefix for network in networks}
         experts = _find_experts(prefixes) if component == "dit" else {}
         networks += [
             NetworkNames(component, prefix, experts.get(prefix)) for prefix in sorted(prefixes)
         ]
-    if networks:
+    if networks or not with_loras:
         return networks
     roles = {suffix.role for name in names if (suffix := split_suffix(name)) is not None}
     return [NetworkNames("lora", "")] if roles - {"alpha"} else []
@@ -194,7 +248,7 @@ def _remove_wrappers(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]
     unwrapped: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         _add_once(unwrapped, WRAPPERS.sub("", name), info)
-    return unwrapped
+    return rename_scaled_values(unwrapped)
 
 
 def _add_once(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:

@@ -15,6 +15,7 @@ from wan.checkpoint.headers import read_json, read_safetensors_metadata
 from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
+from wan.utils.files import has_file
 
 _CONFIG_FILE = "adapter_config.json"  # PEFT's, in the folder of adapter_model.safetensors
 _METADATA_KEY = "lora_adapter_metadata"  # the same settings in diffusers' metadata
@@ -118,7 +119,7 @@ def read_peft_settings(path: Path, prefix: str) -> PeftSettings:
 def _iter_peft_sources(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields (source, settings) of each configuration of a file."""
     config_path = path.with_name(_CONFIG_FILE)
-    if config_path.is_file():
+    if has_file(config_path):
         suffixes = (*SAFETENSORS_SUFFIXES, ".ckpt")
         weight_files = {path, *(file for x in suffixes for file in path.parent.glob(f"*{x}"))}
         if path.stem == "adapter_model" or len(weight_files) == 1:

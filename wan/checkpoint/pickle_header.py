@@ -21,7 +21,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wan.checkpoint.tensor_info import TensorInfo, read_file_state
+from wan.checkpoint.quant_programs import REMEDY, find_program_of_class
+from wan.checkpoint.tensor_info import MAX_AXES, TensorInfo, read_file_state
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 from wan.utils.files import open_regular_file
@@ -154,14 +155,21 @@ def _read_file(path: Path) -> dict[str, PickledTensor]:
         except InputError:
             raise
         except Exception as error:  # a damaged archive or pickle: half a dozen types
-            why = f"cannot be read ({format_value(str(error) or type(error).__name__, str)})"
+            is_known = isinstance(error, _DamagedPickleError)
+            reason = format_value(str(error), str) if is_known else "its content is damaged"
+            why = f"cannot be read ({reason})"
             raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN) from None
     return _select_weights(path, content)
 
 
 def _read_archive(path: Path, file: BinaryIO, archive: zipfile.ZipFile) -> Any:
     """Returns the unpickled content of an archive, with a `PickledTensor` for each tensor."""
-    entries = {entry.filename: entry for entry in archive.infolist()}
+    entries: dict[str, zipfile.ZipInfo] = {}
+    for entry in archive.infolist():
+        if entry.filename in entries:  # which one counts depends on the program
+            name = format_value(entry.filename, str)
+            raise _DamagedPickleError(f"two entries of the name {name}")
+        entries[entry.filename] = entry
     root = next(iter(entries), "").partition("/")[0]
     pickle_entry = entries.get(f"{root}/data.pkl")
     if pickle_entry is None:
@@ -278,6 +286,9 @@ class _PickleReader:
             module, name = self.stack[-2:]
             del self.stack[-2:]
             argument = f"{module} {name}"
+        if program := find_program_of_class(argument):
+            why = f"holds weights quantized by {program}, which is not supported"
+            raise InputError(f"{self.path}", None, why, REMEDY)
         if argument.split(" ")[0].split(".")[0] != "torch" and argument != _ORDERED_DICT:
             why = "holds something other than weights and was not opened, because it could run code"
             raise ForeignPickleError(f"{self.path}", None, why, _GIVE_PLAIN_TENSORS)
@@ -359,13 +370,17 @@ def _make_tensor(
     shape, strides = axes
     dtype_name = dtype_name or storage.type_name
     dtype, itemsize = _DTYPES.get(dtype_name, (f"torch.{dtype_name}", 0))
-    if len(shape) != len(strides) or not all(
-        type(number) is int and number >= 0 for number in (offset, *shape, *strides)
-    ):
+    if not all(isinstance(numbers, tuple | list) for numbers in axes) or len(shape) != len(strides):
         raise _DamagedPickleError("a tensor without a shape")
+    if len(shape) > MAX_AXES:
+        raise _DamagedPickleError(f"a tensor of more than {MAX_AXES} axes")
+    numbers = (offset, *shape, *strides)
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise _DamagedPickleError("a tensor whose shape is not of numbers of 64 bits")
+    if 0 in shape:
+        return PickledTensor(dtype, tuple(shape), tuple(strides), 0, storage.offset, storage.nbytes)
     last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-    size = max(last + 1, prod(shape)) * itemsize if prod(shape) else 0
-    if size > storage.nbytes:
+    if max(last + 1, prod(shape)) * itemsize > storage.nbytes:
         return None
     return PickledTensor(
         dtype, tuple(shape), tuple(strides), offset, storage.offset, storage.nbytes

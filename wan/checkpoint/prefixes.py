@@ -46,6 +46,11 @@ def strip_prefixes(
     return names
 
 
+def _starts_with_dotted_module(name: str) -> bool:
+    """Whether a dot follows the first module, so that an underscore before it is part of a name."""
+    return "." in name and re.match(r"[A-Za-z_]+_\d", name) is None
+
+
 def find_shared_prefix(
     names: Iterable[str],
     is_known: IsKnown,
@@ -54,21 +59,24 @@ def find_shared_prefix(
 ) -> str | None:
     """Returns the shortest prefix of all names before names that are known; None if none is.
 
-    It ends with a dot, or with an underscore in names that have underscores instead of dots.
+    It ends with a dot, or with an underscore in names with underscores between their first modules.
 
     Args:
         prefixes: May stand between it and the known name.
-        excluded_words: Words, or parts between dots in names with dots, that it must not contain.
+        excluded_words: Words, or parts between dots if it ends with a dot, that it must not
+            contain.
     """
     first_name, *next_names = names
-    separator = "." if "." in first_name else "_"
 
     def is_prefix(prefix: str) -> bool:
-        return excluded_words.isdisjoint(prefix.split(separator)) and all(
+        is_flat = prefix.endswith("_")
+        parts = re.split("[._]", prefix) if is_flat else prefix.split(".")
+        return excluded_words.isdisjoint(parts) and all(
             name.startswith(prefix)
+            and not (is_flat and _starts_with_dotted_module(name.removeprefix(prefix)))
             and is_known(strip_prefixes(name.removeprefix(prefix), is_known, prefixes)[-1])
             for name in (first_name, *next_names)
         )
 
-    ends = [match.end() for match in re.finditer(re.escape(separator), first_name)]
+    ends = [match.end() for match in re.finditer("[._]", first_name)]
     return next((x for x in ("", *(first_name[:end] for end in ends)) if is_prefix(x)), None)

@@ -3,14 +3,14 @@
 - ComfyUI writes a layer's format as JSON in the bytes of a tensor `X.comfy_quant`, or all formats
   in the file's metadata (`_quantization_metadata`; see its QUANTIZATION.md). Older files have only
   scales (`X.scale_weight`), or FP8 values without scales.
-- NVIDIA's ModelOpt writes only scales (`X.weight_scale`).
+- NVIDIA's ModelOpt writes only scales (`X.weight_scale`), others the scales of blocks
+  (`X.weight_scale_inv`, by which values are multiplied, too).
 
 Static scales of a layer's input are ignored: FP8 matrix products use dynamic scales per token.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.headers import read_safetensors_metadata, read_safetensors_offsets
-from wan.checkpoint.network_names import select_network
+from wan.checkpoint.network_names import check_format, select_network
+from wan.checkpoint.quant_programs import has_scaled_int8
 from wan.checkpoint.tensor_info import (
     E4M3,
     E5M2,
@@ -30,6 +31,7 @@ from wan.checkpoint.tensor_info import (
     TensorInfo,
 )
 from wan.settings.errors import InputError
+from wan.settings.json_text import parse_json
 from wan.settings.values import format_value
 from wan.utils.files import open_regular_file
 
@@ -42,11 +44,12 @@ _FORMAT_DTYPES = {
 """ComfyUI's format -> the dtype of the stored tensor."""
 _COMFY_QUANT_SUFFIX, _METADATA_KEY = ".comfy_quant", "_quantization_metadata"
 _MAX_METADATA_BYTES = 1 << 12  # bytes of a layer's format
-_SCALE_SUFFIXES = (".scale_weight", ".weight_scale")
+_SCALE_SUFFIXES = (".scale_weight", ".weight_scale", ".weight_scale_inv")
 _IGNORED_SUFFIXES = (
     "scaled_fp8",
     ".scale_input",
     ".input_scale",
+    ".output_scale",
     _COMFY_QUANT_SUFFIX,
     "spiece_model",
 )
@@ -70,6 +73,7 @@ def collect_network_tensors(
     Raises:
         InputError: A tensor has an unsupported format, or two tensors get the same name.
     """
+    check_format(tensors)
     renamed: dict[str, TensorInfo] = {}
     tensors = tensors if component is None else select_network(tensors, component, expert)
     for name, info in _attach_scales(tensors).items():
@@ -113,17 +117,52 @@ def _attach_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         layer = name.rpartition(".")[0]
         weight = infos.get(f"{layer}.weight")
         is_quantized = weight is not None and (
-            weight.dtype in FP8 or (weight.dtype == "I8" and layer in layer_formats)
+            weight.dtype in FP8
+            or (weight.dtype == "I8" and (layer in layer_formats or has_scaled_int8(weight)))
         )
         if weight is None or weight.scale is not None or not is_quantized:
             continue  # the caller refuses the unknown tensor
-        info = infos.pop(name)
-        if prod(info.shape) not in (1, *weight.shape[:1]) or info.dtype not in FLOATS:
-            label = f"{info.file}: {name} {list(info.shape)} {info.dtype}"
-            why = f"is no scale of {layer}.weight {list(weight.shape)}"
-            raise InputError(label, None, why, "get a file with a scale per tensor or per row")
-        infos[f"{layer}.weight"] = replace(weight, scale=info)
+        infos[f"{layer}.weight"] = _attach_scale(layer, weight, infos.pop(name))
     return infos
+
+
+def _attach_scale(layer: str, weight: TensorInfo, scale: TensorInfo) -> TensorInfo:
+    """Attaches a scale of the tensor, or scales of its rows or blocks."""
+    rows, columns = (*weight.shape, 1)[0], prod(weight.shape[1:])
+    if scale.dtype in FLOATS:
+        # One for each of as many columns as rows would be [1, columns], too.
+        is_of_rows = scale.shape[:1] == (rows,) or (scale.shape[:1] == (1,) and rows != columns)
+        if prod(scale.shape) == 1 or (is_of_rows and prod(scale.shape) == rows):
+            return replace(weight, scale=scale)
+        if block := _find_scale_block(rows, columns, scale.shape):
+            return replace(weight, scale=scale, scale_block=block, full_precision=True)
+    label = f"{scale.file}: {scale.name} {list(scale.shape)} {scale.dtype}"
+    why = f"is no scale of {layer}.weight {list(weight.shape)}"
+    raise InputError(label, None, why, "get a file with a scale per tensor, row or block")
+
+
+def _find_scale_block(rows: int, columns: int, shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """Returns rows and columns of the blocks that have one scale each; None if the shape fits none.
+
+    Blocks are of one row (`[rows, blocks]` or `[rows, blocks, 1]`), or have as many rows as
+    columns, a power of two: 128 in most files (`[blocks, blocks]`). The last block of an axis may
+    be smaller. Other sizes must fill the weight: in [rows, 2] for 96 columns they have 48.
+    """
+    if len(shape) == 4 and shape[1] == shape[3] == 1:  # ModelOpt's
+        shape = shape[::2]
+    elif len(shape) == 3 and shape[2] == 1:
+        shape = shape[:2]
+    if len(shape) != 2 or 0 in shape:
+        return None
+    is_of_row = shape[0] == rows
+    if not is_of_row or columns % shape[1]:
+        for size in (1 << exponent for exponent in range(1, max(rows, columns).bit_length() + 1)):
+            block = (1 if is_of_row else size), size
+            if (-(-rows // block[0]), -(-columns // size)) == shape:
+                return block
+    block = rows // shape[0], columns // shape[1]
+    fills = not (rows % shape[0] or columns % shape[1])
+    return block if fills and (is_of_row or block[0] == block[1]) else None
 
 
 def _attach_nvfp4_scales(
@@ -174,7 +213,7 @@ def _read_layer_formats(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str
 
 def _parse_layer_format(subject: str, dtype: str, text: bytes) -> dict[str, Any]:
     try:
-        layer_format = json.loads(text) if dtype == "U8" else None
+        layer_format = parse_json(text) if dtype == "U8" else None
     except (ValueError, RecursionError):
         layer_format = None
     if not isinstance(layer_format, dict):

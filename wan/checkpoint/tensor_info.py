@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 
 SAFETENSORS_SUFFIXES = (".safetensors", ".sft")
@@ -26,6 +27,7 @@ GGUF = {
     "MXFP4": (32, 17),
 }
 """Quantized GGUF type -> (values per block, bytes per block)."""
+MAX_AXES = 8  # of a tensor; weights have at most 5. Files are damaged before their sizes multiply
 NVFP4 = "NVFP4"  # ComfyUI's: two 4-bit values per byte, an FP8 scale per 16 values
 
 
@@ -45,7 +47,8 @@ class TensorInfo:
         name: The tensor's name in the file.
         dtype: In safetensors' spelling ("BF16"), a key of `GGUF`, or `NVFP4`.
         nbytes: Bytes in the file.
-        scale: Scale of quantized values: one number, or one per row.
+        scale: Scale of quantized values: one number, or one per row or block.
+        scale_block: Rows and columns of the block that has one scale; None for another scale.
         block_scales: Scales of the blocks of NVFP4.
         full_precision: Matrix products must not run in the stored dtype.
         first_row: First row of this tensor in the file's tensor, of which it is a slice.
@@ -61,6 +64,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     nbytes: int
     scale: TensorInfo | None = None
+    scale_block: tuple[int, int] | None = None
     block_scales: TensorInfo | None = None
     full_precision: bool = False
     first_row: int = 0
@@ -68,6 +72,15 @@ class TensorInfo:
     chunks: tuple[TensorInfo, ...] = ()
     number: float | None = None
     state: FileState | None = field(default=None, compare=False)
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of the scale of a matrix: [1], or [rows, 1], or a scale for each block."""
+        count = 1 if self.scale is None else prod(self.scale.shape)
+        if self.scale_block is None:
+            return (1,) if count == 1 else (count, 1)
+        num_row_blocks = -(-self.shape[0] // self.scale_block[0])
+        return num_row_blocks, count // num_row_blocks
 
 
 FileState = tuple[int, int]
@@ -84,4 +97,4 @@ def view_as_bytes(info: TensorInfo) -> TensorInfo:
     """Returns the tensor as stored: GGUF blocks as bytes [rows, bytes], others without a scale."""
     if info.dtype in GGUF:
         return replace(info, dtype="U8", shape=(info.shape[0], info.nbytes // info.shape[0]))
-    return replace(info, scale=None)
+    return replace(info, scale=None, scale_block=None)

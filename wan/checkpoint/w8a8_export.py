@@ -20,6 +20,7 @@ from wan.checkpoint.layout import EXPERT_FOLDERS, Checkpoint, DitFiles
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
+from wan.utils.files import has_file
 
 FOLDERS = {**EXPERT_FOLDERS, "dit": "."}
 MAX_FILE_MODE = 0o640  # mindiesd rejects files with wider permissions
@@ -202,7 +203,7 @@ def _check_file_mode(path: Path) -> None:
 
 def _read_export(folder: Path, dit: DitFiles) -> Export:
     """Reads a network's export; InputError if it is incomplete or does not fit the network."""
-    listing = next((folder / name for name in DESCRIPTION_FILES if (folder / name).is_file()), None)
+    listing = next((folder / name for name in DESCRIPTION_FILES if has_file(folder / name)), None)
     if listing is None:
         _refuse_rank_shards(folder, "quant_model_description*")
         names, why = " or ".join(DESCRIPTION_FILES), "holds no description of quantised weights"
@@ -217,7 +218,7 @@ def _read_export(folder: Path, dit: DitFiles) -> Export:
         raise InputError(f"{listing}", None, why, remedy)
     _check_export_entries(listing, entries, dit)
     weights = folder / f"quant_model_weight_{quant_type.lower()}.safetensors"
-    if not weights.is_file():
+    if not has_file(weights):
         _refuse_rank_shards(folder, weights.stem)
         remedy = f"copy or export it into the folder of {listing.name}"
         raise InputError(f"{weights}", None, "is missing", remedy)

@@ -8,8 +8,7 @@ from functools import partial
 
 from wan.app import failures
 from wan.app.flag_parser import parse_flags
-from wan.app.launch import execute_run, generate_videos
-from wan.app.resolve import load_torch, resolve_settings
+from wan.app.launch import execute_run, generate_videos, resolve_plan
 from wan.settings.errors import InputError, get_exit_code
 from wan.utils import env, log
 
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sentence is None:
             raise
         if is_main or isinstance(error, InputError):
-            failures.print_error(sentence)
+            failures.print_error_once(sentence, "generate.py")
         return get_exit_code(error)
     return 0  # ignore_closed_stdout has suppressed a BrokenPipeError
 
@@ -43,8 +42,7 @@ def _print_plan(argv: Sequence[str]) -> int:
     """Prints the plan of a run; under torchrun on the main rank only."""
     if env.rank() > 0:
         return 0
-    run = resolve_settings(parse_flags(argv), plan=True)
-    load_torch()
+    run = resolve_plan(parse_flags(argv))
     from wan.planner import report
 
     report.print_plan_report(run)

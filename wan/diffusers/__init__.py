@@ -30,7 +30,7 @@ from torch import nn
 
 from wan.diffusers import hooks
 from wan.diffusers.denoise_loop import ANIMATE2_PIPELINES, PIPELINES
-from wan.diffusers.session import NETWORKS, Network, Networks, Session
+from wan.diffusers.session import NETWORKS, Networks, Session, TransformerModel
 from wan.distributed import mesh
 from wan.settings.attention import Attention
 from wan.settings.execution import Execution
@@ -41,7 +41,7 @@ from wan.settings.step_cache import StepCache
 from wan.utils.log import logger
 
 Pipe = TypeVar("Pipe")
-Transformer = TypeVar("Transformer", bound=Network)
+Transformer = TypeVar("Transformer", bound=TransformerModel)
 
 CACHE_FLAGS = frozenset(list_options(StepCache))
 KEYWORDS = frozenset(
@@ -118,15 +118,17 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
         if previous is not None and previous.pipe is None:
             raise InputError("The network is parallelised alone; call parallelize_pipe instead.")
         if previous is None:
-            session = Session(_get_networks(pipe), pipe, values, world_size=1)
+            session = Session(_get_networks(pipe), pipe, values, world_size=1, caches_only=True)
         else:
             values = {
                 key: setting for key, setting in previous.values.items() if key not in CACHE_FLAGS
             } | values
             world = previous.setup.parallel.world_size
-            session = Session(previous.networks, pipe, values, world, previous.groups)
+            caches_only = previous.caches_only
+            session = Session(previous.networks, pipe, values, world, previous.groups, caches_only)
             hooks.detach_hooks(previous.networks)
-        hooks.attach_hooks(session)
+        if session.setup.policy is not None or not session.caches_only:
+            hooks.attach_hooks(session)
     return pipe
 
 

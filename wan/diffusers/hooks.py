@@ -28,6 +28,7 @@ from wan.modules.rope import RopeTable, apply_rope
 from wan.settings.attention_modes import Grid
 
 NAME = "wan"
+_REGISTRY = "_diffusers_hook"  # attribute of a module with hooks
 
 
 def attach_hooks(session: Session) -> None:
@@ -45,18 +46,39 @@ def attach_hooks(session: Session) -> None:
 
 
 def detach_hooks(networks: Networks) -> None:
-    """Removes our hooks from networks, with what an aborted video has left in their session."""
+    """Removes our hooks from networks, with what an aborted video has left in their session.
+
+    Attributes that diffusers adds for the first hook of a module are removed with the last one.
+    """
     session = get_session(networks)
-    if session is not None:
-        session.end_video()
+    if session is None:
+        return
+    session.end_video()
     for network in networks.values():
-        _get_registry(network).remove_hook(NAME, recurse=True)
+        registry = _get_registry(network)
+        registry.remove_hook(NAME, recurse=True)
+        if hasattr(registry, "invalidate_child_registries_cache"):  # of newer releases
+            registry.invalidate_child_registries_cache()
+        for module in network.modules():
+            _remove_unused_registry(module)
+
+
+def _remove_unused_registry(module: Any) -> None:
+    registry = vars(module).get(_REGISTRY)
+    if registry is None or registry.hooks:
+        return
+    delattr(module, _REGISTRY)
+    if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
+        del module.forward
 
 
 def get_session(networks: Networks) -> Session | None:
     """Returns the session whose hooks are on the networks, or None."""
-    network_hooks = [_get_registry(network).get_hook(NAME) for network in networks.values()]
-    return network_hooks[0].session if network_hooks and network_hooks[0] is not None else None
+    for network in networks.values():
+        registry = getattr(network, _REGISTRY, None)
+        hook = None if registry is None else registry.get_hook(NAME)
+        return None if hook is None else hook.session
+    return None
 
 
 def _get_registry(module: Any) -> Any:

@@ -21,7 +21,7 @@ from diffusers import (
 from torch import Tensor
 
 from wan import device as devices
-from wan.app.resolve import make_setup
+from wan.app.resolve import make_length_notices, make_setup
 from wan.cache.tea import compute_embedding_changes
 from wan.checkpoint.config import KINDS, DitConfig
 from wan.checkpoint.layout import Checkpoint, DitFiles, make_reference_checkpoint
@@ -44,10 +44,10 @@ from wan.utils.log import logger
 
 NETWORKS = (WanTransformer3DModel, WanVACETransformer3DModel, WanAnimateTransformer3DModel)
 """The supported classes."""
-Network: TypeAlias = (
+TransformerModel: TypeAlias = (
     WanTransformer3DModel | WanVACETransformer3DModel | WanAnimateTransformer3DModel
 )
-Networks = Mapping[str, Network]
+Networks = Mapping[str, TransformerModel]
 """Expert -> its network."""
 _KIND_OF_NETWORK = {WanVACETransformer3DModel: "vace", WanAnimateTransformer3DModel: "animate"}
 _PRECISIONS = {dtype: name for name, dtype in build.DTYPES.items()}
@@ -71,6 +71,7 @@ class Session:
         values: dict[str, Any],
         world_size: int,
         groups: ParallelGroups | None = None,
+        caches_only: bool = False,
     ) -> None:
         """Checks the settings and builds attention, token shard and caches.
 
@@ -79,8 +80,10 @@ class Session:
             values: Parsed settings.
             world_size: Ranks that share each video.
             groups: Existing groups of these ranks; None: they are made.
+            caches_only: Without a step cache there is nothing to attach.
         """
         self.networks, self.pipe, self.values = networks, pipe, values
+        self.caches_only = caches_only
         self.loop = None if pipe is None else make_denoise_loop(pipe)
         network = next(iter(networks.values()))
         self.setup, notices = _make_session_setup(networks, values, world_size)
@@ -132,7 +135,8 @@ class Session:
                     "on each, and with generators of the same seed."
                 )
         with name_settings(DIFFUSERS_NAMING):
-            for notice in self.setup.check_params(params):
+            notices = make_length_notices(self.setup, params)
+            for notice in (*notices, *self.setup.check_params(params)):
                 logger.warning(DIFFUSERS_NAMING.render(notice))
         self.caches.start_video(params)
         self._is_running = True

@@ -39,24 +39,24 @@ class ParallelGroups:
         return self.rank == 0
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """Return this rank's group along one axis, or along several axes joined in order."""
+        """Returns this rank's group along one axis, or along several axes joined in order."""
         mesh = self.mesh[axes]
         if len(axes) > 1:
             mesh = torch_private.flatten_mesh(mesh, "_".join(axes))
         return self._set_timeout(mesh).get_group()
 
     def world_mesh(self) -> DeviceMesh:
-        """Return a mesh with one axis over all ranks, for sharded weights."""
+        """Returns a mesh with one axis over all ranks, for sharded weights."""
         return self._set_timeout(torch_private.flatten_mesh(self.mesh, "world"))
 
     def _set_timeout(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Set the run's timeout, because DeviceMesh gives its groups PyTorch's default."""
+        """Sets the run's timeout, because DeviceMesh gives its groups PyTorch's default."""
         if self.timeout is not None and self.device.type != "npu":  # HCCL has other limits
             torch_private.set_group_timeout(mesh.get_group(), self.timeout)
         return mesh
 
     def warm_up(self) -> None:
-        """Open all connections by one small collective of each kind in every group.
+        """Opens all connections by one small collective of each kind in every group.
 
         Communication libraries connect at a group's first use. If ranks reach it at different
         times, because they load weights at different speeds, the connection may time out.
@@ -85,7 +85,7 @@ class ParallelGroups:
         self.device.synchronize()
 
     def broadcast_from_rank0(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Call compute() on rank 0 only, and return its tensor on the device of every rank."""
+        """Calls compute() on rank 0 only, and returns its tensor on the device of every rank."""
         device = self.device.torch_device
         header = torch.zeros(10, dtype=torch.int64, device=device)
         tensor = None
@@ -101,19 +101,19 @@ class ParallelGroups:
         return tensor
 
     def broadcast_object_from_rank0(self, value: T) -> T:
-        """Return the picklable value of rank 0 on every rank."""
+        """Returns the picklable value of rank 0 on every rank."""
         objects = [value]
         dist.broadcast_object_list(objects, src=0, device=self.device.torch_device)
         return objects[0]
 
     def gather(self, value: T) -> list[T]:
-        """Return the picklable values of all ranks, in rank order, on every rank."""
+        """Returns the picklable values of all ranks, in rank order, on every rank."""
         values = [value] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values
 
     def get_common_time(self) -> tuple[int, float]:
-        """Return one point in time for all ranks, as `time.perf_counter_ns` and `time.time`.
+        """Returns one point in time for all ranks, as `time.perf_counter_ns` and `time.time`.
 
         Ranks on the machine of rank 0 use its clock reading; others read theirs after a barrier.
         """
@@ -125,7 +125,7 @@ class ParallelGroups:
         return rank0_now if machine == system.read_machine_id() else now, seconds
 
     def compute_branches(self, compute_branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the results of cond and uncond; each half of the ranks computes one branch."""
+        """Returns the results of cond and uncond; each half of the ranks computes one branch."""
         group = self.group("cfg")
         result = compute_branch(("cond", "uncond")[dist.get_rank(group)]).contiguous()
         results = torch.empty(2, *result.shape, dtype=result.dtype, device=result.device)
@@ -133,7 +133,7 @@ class ParallelGroups:
         return results[0], results[1]
 
     def all_agree(self, sums: Tensor, threshold: float) -> bool:
-        """Return whether sums[0] < threshold * sums[1], with float32 [2] summed over a sequence.
+        """Returns whether sums[0] < threshold * sums[1], with float32 [2] summed over a sequence.
 
         All ranks return the same: the first rank of each sequence compares. With cfg_size=2 it
         must be true in both guidance branches. It synchronizes with the device once.
@@ -147,7 +147,7 @@ class ParallelGroups:
         return bool(is_below)
 
     def release(self) -> None:
-        """Destroy the groups of the mesh with their threads, but not the default process group.
+        """Destroys the groups of the mesh with their threads, but not the default process group.
 
         Every rank must call it, and all destroy the groups in the same order.
         """
@@ -157,7 +157,7 @@ class ParallelGroups:
                 dist.destroy_process_group(group)
 
     def close(self) -> None:
-        """Destroy the process group after a barrier; not called when a run fails."""
+        """Destroys the process group after a barrier; not called when a run fails."""
         dist.barrier()
         dist.destroy_process_group()
 
@@ -165,7 +165,7 @@ class ParallelGroups:
 def make_parallel_groups(
     device: Device, sizes: tuple[int, int, int], timeout: timedelta | None = None
 ) -> ParallelGroups:
-    """Make the mesh of (cfg, ring, ulysses) sizes over the initialized process group."""
+    """Makes the mesh of (cfg, ring, ulysses) sizes over the initialized process group."""
     axes = ("cfg", "ring", "ulysses")
     options = None
     if device.type == "cuda":
@@ -177,5 +177,5 @@ def make_parallel_groups(
 
 
 def get_num_ranks() -> int:
-    """Return the ranks of the default group; 1 if torch.distributed is not initialized."""
+    """Returns the ranks of the default group; 1 if torch.distributed is not initialized."""
     return dist.get_world_size() if dist.is_initialized() else 1

@@ -10,14 +10,16 @@ interleaved head by head. q, k and v share a spec: with a batch of one they are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from wan.settings.attention_modes import Range
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,21 @@ class TensorSpec:
 
 def make_tensor_specs(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
     """Describes tensors [B,s,N,D]; consecutive ones of one shape and dtype share a spec."""
-    shapes = groupby((x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in tensors)
-    return tuple(TensorSpec(b, s, len(list(run)), d, dtype) for (b, s, d, dtype), run in shapes)
+    shapes = [(x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in tensors]
+    return tuple(
+        TensorSpec(b, s, count, d, dtype) for (b, s, d, dtype), count in _count_repeats(shapes)
+    )
+
+
+def _count_repeats(values: Iterable[T]) -> list[tuple[T, int]]:
+    """Counts consecutive equal values; the compiler of torch 2.9 cannot trace `groupby`."""
+    counts: list[tuple[T, int]] = []
+    for value in values:
+        if counts and counts[-1][0] == value:
+            counts[-1] = value, counts[-1][1] + 1
+        else:
+            counts.append((value, 1))
+    return counts
 
 
 class PackedBuffer:
@@ -93,8 +108,8 @@ class PackedBuffer:
         unit_size = self.memory.dtype.itemsize
         spec_start = preceding_bytes // unit_size
         spec_stop = (preceding_bytes + spec.head_bytes) // unit_size
-        for num_heads, equal_slots in groupby(self.heads_per_slot):
-            stop = start + num_heads * len(list(equal_slots))
+        for num_heads, num_slots in _count_repeats(self.heads_per_slot):
+            stop = start + num_heads * num_slots
             view = self.memory[start * self._elements_per_head : stop * self._elements_per_head]
             view = view.view(-1, num_heads * self._elements_per_head)[
                 :, num_heads * spec_start : num_heads * spec_stop
@@ -130,7 +145,7 @@ class PackedBuffer:
         tensors: list[Tensor] = []
         for index in range(len(self.specs)):
             ((_, view_mBshTD),) = self.iter_views(index)
-            tensors += (x_mBshD.movedim(0, 1).flatten(1, 2) for x_mBshD in view_mBshTD.unbind(4))
+            tensors += [x_mBshD.movedim(0, 1).flatten(1, 2) for x_mBshD in view_mBshTD.unbind(4)]
         return tensors
 
 

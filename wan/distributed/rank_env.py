@@ -24,7 +24,7 @@ class RankEnv:
 
 
 def read_rank_env() -> RankEnv:
-    """Read the launcher's variables; `wan.utils.env` has validated ranks and world sizes.
+    """Reads the launcher's variables; `wan.utils.env` has validated ranks and world sizes.
 
     Raises:
         InputError: MASTER_ADDR or MASTER_PORT is missing or malformed.

@@ -73,7 +73,7 @@ def run_ranks(
     notify: Notify,
     timeouts: Timeouts = Timeouts(),
 ) -> int:
-    """Prepare on every rank, check that all ranks agree, then call work() on every rank.
+    """Prepares on every rank, checks that all ranks agree, then calls work() on every rank.
 
     Args:
         prepare: Called before the ranks communicate. An exception ends all ranks.
@@ -119,7 +119,7 @@ def run_ranks(
 def join_ranks(
     store: dist.Store, env: RankEnv, device: Device, sizes: tuple[int, int, int], timeout: timedelta
 ) -> ParallelGroups:
-    """Initialize the process group and make the mesh; every rank must call this."""
+    """Initializes the process group and makes the mesh; every rank must call this."""
     store.set_timeout(timeout)  # groups on accelerators use it when first used
     dist.init_process_group(
         BACKENDS[device.type],
@@ -135,7 +135,7 @@ def join_ranks(
 
 
 def _open_store(env: RankEnv, timeouts: Timeouts, notify: Notify) -> dist.Store:
-    """Open the key-value store at MASTER_ADDR and MASTER_PORT, or connect to it."""
+    """Opens the key-value store at MASTER_ADDR and MASTER_PORT, or connects to it."""
     subject = f"The store of the ranks at {env.address}:{env.port} (MASTER_ADDR and MASTER_PORT)"
 
     def open_or_get_error() -> dist.Store | Exception:
@@ -168,7 +168,7 @@ def _open_store(env: RankEnv, timeouts: Timeouts, notify: Notify) -> dist.Store:
 
 @contextmanager
 def _translate_store_errors() -> Iterator[None]:
-    """Raise StartError if the store fails because its process has ended."""
+    """Raises StartError if the store fails because its process has ended."""
     try:
         yield
     except dist.DistError as error:
@@ -200,7 +200,7 @@ class _Rendezvous:
     def agree_on_run(
         self, prepare: Callable[[RunOncePerNode], PreparedRun[T]], describe: Describe
     ) -> tuple[PreparedRun[T], int]:
-        """Return the run of this rank, and the seed of rank 0.
+        """Returns the run of this rank, and the seed of rank 0.
 
         Raises:
             StartError: A rank is missing, cannot run, or differs; all ranks raise the same.
@@ -245,7 +245,7 @@ class _Rendezvous:
             raise InputError(error)
 
     def _wait_for_keys(self, keys: list[str]) -> None:
-        """Wait until other ranks have set keys, and print which ranks are missing."""
+        """Waits until other ranks have set keys, and prints which ranks are missing."""
         start, next_notice = time.monotonic(), self.timeouts.first_notice
         while not self.store.check(keys):
             waited = time.monotonic() - start
@@ -273,7 +273,7 @@ class _Rendezvous:
 
 
 def find_first_mismatch(statuses: Sequence[RankStatus]) -> str | None:
-    """Return why the run cannot start, the same sentence on every rank; None if it can."""
+    """Returns why the run cannot start, the same sentence on every rank; None if it can."""
     rank0 = statuses[0]
     for status in statuses:
         if status.error is not None:
@@ -293,7 +293,7 @@ def find_first_mismatch(statuses: Sequence[RankStatus]) -> str | None:
 def _end_process(
     watchdog: Watchdog, error: BaseException, describe: Describe, notify: Notify
 ) -> NoReturn:
-    """Print why this rank ends, unless another rank of the node does, and end the process."""
+    """Prints why this rank ends, unless another rank of the node does, and ends the process."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # torchrun ends the others as soon as one has ended
     try:

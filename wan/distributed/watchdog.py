@@ -76,7 +76,7 @@ class _PeerConnection:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def iter_messages(self) -> Iterator[list[Any]]:
-        """Yield messages until the connection is closed."""
+        """Yields messages until the connection is closed."""
         with suppress(OSError, ValueError), self._connection:
             for line in self._file:
                 message = json.loads(line)
@@ -118,7 +118,7 @@ class Watchdog:
         _start_thread(self._monitor_peers)
 
     def connect_to_rank0(self) -> None:
-        """Connect to rank 0, which runs on the machine of the store and has started.
+        """Connects to rank 0, which runs on the machine of the store and has started.
 
         Raises:
             InputError: Rank 0 cannot be reached.
@@ -147,7 +147,7 @@ class Watchdog:
             time.sleep(0.05)
 
     def describe_loss(self, timeout: float) -> str | None:
-        """Return which rank was lost, in a sentence; None if none was.
+        """Returns which rank was lost, in a sentence; None if none was.
 
         Called when the main thread ends, which is not interrupted from then on.
 
@@ -165,7 +165,7 @@ class Watchdog:
         return f"Rank {culprit.rank}{location} {reason}"
 
     def report_failure(self, reason: str) -> None:
-        """Send the other ranks the reason of this rank's failure: "ended: Out of memory."."""
+        """Sends the other ranks the reason of this rank's failure: "ended: Out of memory."."""
         self._send_to_all("lost", asdict(self.this_rank), reason, False)
 
     def is_spokesman(self) -> bool:
@@ -240,7 +240,7 @@ class Watchdog:
         connection.is_open = False
 
     def _handle_loss(self, culprit: Peer, reason: str, is_hung: bool) -> None:
-        """Report a lost rank to all others and end; a hung process of this machine is killed."""
+        """Reports a lost rank to all others and ends; a hung process of this machine is killed."""
         with self._lock:
             if self._loss is not None:
                 return
@@ -263,7 +263,7 @@ class Watchdog:
 
 
 def call_with_timeout(seconds: float, query: Callable[[], T], default: T) -> T:
-    """Return the result of a query of the store; `default` if it fails or times out."""
+    """Returns the result of a query of the store; `default` if it fails or times out."""
     answer = [default]
 
     def wait() -> None:

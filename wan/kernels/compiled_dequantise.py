@@ -46,7 +46,7 @@ class CompiledDequantizer:
         Args:
             dtype: Of the file.
             data: [rows, bytes of a row], or FP8.
-            scale: Factor of an FP8 weight; a factor per row is not computed here.
+            scale: Factor of an FP8 weight; factors of rows or blocks are not computed here.
             out_OI: Is overwritten.
 
         Returns:

@@ -54,11 +54,11 @@ class CompiledOps:
         self, name: str, op: Callable[..., Tensor], x: Tensor, *args: object
     ) -> Tensor:
         """Compiles a function and calls it for the first time."""
-        if not self.compiled:
-            set_up_compiler()
-            logger.info("Compiling the small operations of a block (--fused_ops) ...")
         options: dict[str, Any] = {"cpp.dynamic_threads": True}  # loading changes their number
         try:
+            if not self.compiled:
+                set_up_compiler()
+                logger.info("Compiling the small operations of a block (--fused_ops) ...")
             self.compiled[name] = torch.compile(op, options=options)
             return self.compiled[name](x, *args)
         except Exception as error:  # of the compiler or of its cache; nothing has been computed yet

@@ -9,8 +9,6 @@ Legend: B batch, S tokens, N heads, D head size; q, k in block masks: blocks of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +22,6 @@ from wan.utils import torch_private
 
 _SMALLEST_HEAD = 16  # smallest head size of the compiled kernel
 _SHAPES = 256  # recompilation limit, above the shapes of any process
-# torch 2.8 always computes the query blocks, which only gradients need.
-_CAN_LEAVE_OUT = "compute_q_blocks" in signature(BlockMask.from_kv_blocks).parameters
-_WITHOUT_GRADIENTS: dict[str, Any] = {"compute_q_blocks": False} if _CAN_LEAVE_OUT else {}
 
 
 class FlexBlocks:
@@ -72,7 +67,11 @@ def compile_per_shape(
 
     PyTorch stops compiling after eight shapes, but a process has more: prompts of two experts,
     several requests, last chunks and blocks. compile_kwargs: for `torch.compile`.
+
+    Raises:
+        InputError: The folder that the user named for compiled code cannot be used.
     """
+    torch_private.use_private_compiler_cache()
     compiled_function = torch.compile(function, fullgraph=True, **compile_kwargs)  # type: ignore[call-overload]
 
     def call_compiled(*args: object, **kwargs: object) -> Tensor:
@@ -103,5 +102,5 @@ def make_flex_mask(mask_BNqk: Tensor, num_queries: int, num_keys: int, k_rows: i
         BLOCK_SIZE=(Q_ROWS, k_rows),
         mask_mod=mask_mod,
         seq_lengths=(num_queries, num_keys),
-        **_WITHOUT_GRADIENTS,
+        compute_q_blocks=False,
     )

@@ -80,7 +80,7 @@ def quantize_blocks(x_BSND: Tensor, rows: int) -> AttentionInput:
     x_BkrND = pad_rows(x_BSND.float(), -num_tokens % rows).unflatten(1, (-1, rows))
     scale = divide_exactly(x_BkrND.abs().amax(dim=(2, 4), keepdim=True), E4M3_MAX)
     scale = torch.where(scale > 0, scale, 1.0)
-    # With a rounded, subnormal scale values exceed 448, which torch 2.8 converts to NaN.
+    # With a rounded, subnormal scale values exceed 448, which torch 2.9 converts to NaN.
     values = (x_BkrND / scale).clamp_(-E4M3_MAX, E4M3_MAX)
     values = values.to(torch.float8_e4m3fn).flatten(1, 2)[:, :num_tokens]
     return AttentionInput(values, scale.squeeze(2), rows)

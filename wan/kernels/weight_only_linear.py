@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wan.checkpoint.dequantise import multiply_by_block_scales
 from wan.kernels.fp8 import E4M3_MAX
 from wan.kernels.int8_linear import multiply_padded
 from wan.kernels.interfaces import divide_exactly
@@ -94,6 +95,7 @@ class WeightOnlyLinear(nn.Module):
         *,
         in_features: int,
         scale: Tensor | None = None,
+        scale_block: tuple[int, int] | None = None,
         lora: Mapping[str, Tensor] | None = None,
         memory: UpcastMemory | None = None,
         try_fill: Callable[[Tensor, Tensor | None, Tensor], bool] | None = None,
@@ -103,7 +105,8 @@ class WeightOnlyLinear(nn.Module):
         Args:
             weight: O rows in the format of the file.
             to_float: Converts rows of the weight to float32 [rows, I].
-            scale: Factor of the weight: float32 [1], or one per row [O,1].
+            scale: Factor of the weight: float32 [1], one per row [O,1], or one per block.
+            scale_block: Rows and columns of the block that has one scale.
             lora: `lora_up` [O,R], multiplied by its strength, and `lora_down` [R,I]; and of the
                 I-th LoKr `lora_left_I` [A,C], multiplied by its strength, and `lora_right_I` [B,D].
             memory: Is shared by the layers of a network; None: new memory in each call.
@@ -113,7 +116,7 @@ class WeightOnlyLinear(nn.Module):
         super().__init__()
         self._memory = memory
         self.out_features, self.in_features = len(weight), in_features
-        self._to_float, self._try_fill = to_float, try_fill
+        self._to_float, self._try_fill, self._scale_block = to_float, try_fill, scale_block
         factors = {"lora_up": None, "lora_down": None, **(lora or {})}
         self._num_kroneckers = sum(name.startswith("lora_left") for name in factors)
         for name, tensor in {"weight": weight, "weight_scale": scale, **factors}.items():
@@ -154,7 +157,9 @@ class WeightOnlyLinear(nn.Module):
         for first in range(0, self.out_features, rows_per_slice):
             rows = slice(first, first + rows_per_slice)
             rows_float = self._to_float(self.weight[rows])
-            if self.weight_scale is not None:
+            if self.weight_scale is not None and self._scale_block is not None:
+                multiply_by_block_scales(rows_float, self.weight_scale, first, self._scale_block)
+            elif self.weight_scale is not None:
                 rows_float.mul_(
                     self.weight_scale if self.weight_scale.dim() == 1 else self.weight_scale[rows]
                 )

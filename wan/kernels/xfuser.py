@@ -21,6 +21,7 @@ from torch import Tensor
 from wan.kernels.interfaces import Target
 from wan.settings.errors import InputError
 from wan.settings.kernels import DenseKernelRow
+from wan.utils.torch_private import use_private_compiler_cache
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 """function(q, k, v, dropout, is_causal): the result and, if supported, the log-sum-exp."""
@@ -66,6 +67,7 @@ def build_xfuser_kernel(target: Target) -> XfuserKernel:
             missing = "-r requirements-cuda.txt" if module == "xfuser" else " ".join(row.install)
             why = f"needs the Python module {module}, which is not installed or does not load"
             raise InputError(row.setting, None, why, f"run pip install {missing}, or {_REMEDY}")
+    use_private_compiler_cache()  # some functions are compiled by Triton
     member, function = _find_function(row)
     trial = _try_function(function, device, head_dim, dtype, row.low_precision)
     if isinstance(trial, str):

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from wan.media.colors import convert_to_srgb
+from wan.media.png_chunks import open_without_large_text
 from wan.settings.errors import InputError
-from wan.settings.values import format_value
+from wan.settings.values import expand_home, format_value
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
@@ -77,10 +79,47 @@ def read_image(path: Path, setting: str = "image") -> Image.Image:
     with (
         _catch_decoder_errors(image_setting),
         path.open("rb") as file,
-        Image.open(file, formats=formats) as image,
     ):
+        content, profile = open_without_large_text(file)
+        image = Image.open(content, formats=formats)
+        if profile is not None:
+            image.info["icc_profile"] = profile
         _check_still_image(image, image_setting)
         return _convert_to_rgb(image, image_setting)
+
+
+def is_still_image(path: Path) -> bool:
+    """Returns whether a file is an image in one of `FORMATS`, intact or not, and no animation."""
+    from PIL import Image
+
+    if not path.is_file():
+        return False
+    try:
+        with warnings.catch_warnings(), path.open("rb") as file:
+            warnings.simplefilter("ignore")
+            with Image.open(file, formats=[n for n in FORMATS if n in Image.OPEN]) as image:
+                return image.format in ("MPO", "TIFF") or getattr(image, "n_frames", 1) == 1
+    except Exception:  # its type depends on the damage
+        return False
+
+
+def convert_to_luma(frames_FHW3: np.ndarray) -> np.ndarray:
+    """Converts frames, uint8 [F,H,W,3], to luma, [F,H,W] (Rec. 601); gray stays the same."""
+    import numpy as np
+    from PIL import Image
+
+    return np.stack([np.asarray(Image.fromarray(frame).convert("L")) for frame in frames_FHW3])
+
+
+def is_image_file(path: Path) -> bool:
+    """Whether a file begins like an image of any format that Pillow knows."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings(action="ignore"), path.open("rb") as file, Image.open(file):
+            return True
+    except Exception:  # any error of Pillow's decoders
+        return False
 
 
 def convert_to_image(value: object, setting: str = "image") -> Image.Image:
@@ -98,7 +137,7 @@ def convert_to_image(value: object, setting: str = "image") -> Image.Image:
     from PIL import Image
 
     if isinstance(value, str | Path):
-        return read_image(Path(os.path.expanduser(value)), setting)
+        return read_image(expand_home(f"`{setting}`", str(value)), setting)
     source = ImageSetting(setting)
     with _catch_decoder_errors(source):
         if isinstance(value, Image.Image):
@@ -180,7 +219,8 @@ def _convert_to_rgb(image: Image.Image, image_setting: ImageSetting) -> Image.Im
     upright = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         upright = _scale_to_eight_bits(upright, image, image_setting)
-    return _composite_over_white(upright, image_setting).convert("RGB")
+    name = image_setting.path or "The image"
+    return _composite_over_white(convert_to_srgb(upright, name), image_setting).convert("RGB")
 
 
 def _decode_pixels(image: Image.Image) -> None:

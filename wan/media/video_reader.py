@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,6 +29,7 @@ from wan.media.ffmpeg import (
     start_ffmpeg,
     stop_ffmpeg,
 )
+from wan.media.images import is_image_file
 from wan.settings.errors import FileChangedError, InputError
 from wan.utils.log import logger
 
@@ -45,6 +46,15 @@ _FRAME_PATTERN = re.compile(
     r"n: *\d+ pts: *(-?\d+)?.* fmt:(\S+) .*?(?:sar:(\d+)/(\d+) .*?)?\bs:(\d+)x(\d+) "
 )
 _MIN_STRETCH, _MAX_STRETCH = 1.02, 10  # of pixels that are not square; others are shown as stored
+_STREAM_NAMES = {
+    "Video": "video",
+    "Audio": "sound",
+    "Subtitle": "subtitles",
+    "Data": "data",
+    "Attachment": "attachments",
+    "Cover": "a cover picture",
+}
+"""ffmpeg's names of the kinds of streams, and those of sentences."""
 _HDR = {"smpte2084": "PQ", "arib-std-b67": "HLG"}  # transfer functions
 
 
@@ -140,6 +150,7 @@ class _Probe:
         times: Time stamp of each frame in seconds; None without a time stamp.
         pixel_format: As in ffmpeg.
         colors: range, space, primaries and trc of the first frame, or "unknown".
+        stream_kinds: Kinds of the file's streams, such as "Video"; a cover picture is a "Cover".
         failure: The last message of ffmpeg.
     """
 
@@ -150,6 +161,7 @@ class _Probe:
     times: list[Fraction | None]
     pixel_format: str
     colors: dict[str, str]
+    stream_kinds: frozenset[str]
     failure: str
 
 
@@ -170,8 +182,14 @@ def read_video(path: Path, setting: str, fps: float | None = None) -> VideoFile:
     except OSError as error:
         why = f"cannot be read as a video ({describe_failure(str(error))})"
         raise InputError(setting, path, why, "give an mp4, or another video") from error
+    if probe.stream_kinds and "Video" not in probe.stream_kinds:
+        kinds = " and ".join(sorted(_STREAM_NAMES[kind] for kind in probe.stream_kinds))
+        why = f"has no video stream, only {kinds}"
+        raise InputError(setting, path, why, "give a video with pictures, such as an mp4")
     if not probe.times:
         why = f"cannot be read as a video ({probe.failure})"
+        if is_image_file(path):
+            why = "is a still image, not a video"
         raise InputError(setting, path, why, "give an mp4, or another video")
     times = _complete_times(probe)
     rate = _measure_rate(times)
@@ -242,7 +260,18 @@ def _probe_video(path: Path) -> _Probe:
     stored_height, fps = _parse_header(header)
     return _Probe(
         *(size, pixel_aspect, stored_height or size[1], fps, times, pixel_format, colors),
+        _list_stream_kinds(header),
         describe_failure(failure),
+    )
+
+
+def _list_stream_kinds(header: Sequence[str]) -> frozenset[str]:
+    """Returns the kinds of the input's streams, which are described before those of the output."""
+    inputs = takewhile(lambda line: not line.startswith(("Stream mapping", "Output")), header)
+    kinds = "|".join(_STREAM_NAMES)
+    matches = (re.match(rf" +Stream #.*?: ({kinds}): (.*)", line) for line in inputs)
+    return frozenset(
+        "Cover" if "(attached pic)" in match[2] else match[1] for match in matches if match
     )
 
 

@@ -25,6 +25,7 @@ from wan.settings.attention_modes import (
     select_attention_mode,
 )
 from wan.settings.errors import InputError
+from wan.settings.json_text import parse_json
 from wan.settings.numerics import Q_ROWS
 from wan.utils.files import make_json_kind, write_output
 from wan.utils.trace import CONTEXT_KEYS, Event, format_label
@@ -431,7 +432,7 @@ def read_traces(folder: Path) -> list[Trace]:
 
 def _read_trace_file(path: Path) -> Trace:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         other_data = content["otherData"]
         plan = ExchangePlan.from_record(other_data["plan"])
         metadata = {k: str(v) for k, v in other_data["about"].items()}
@@ -440,8 +441,7 @@ def _read_trace_file(path: Path) -> Trace:
     except OSError as error:
         raise InputError(str(path), None, f"cannot be read ({error.strerror})") from error
     except _PARSE_ERRORS as error:
-        reason = f"{type(error).__name__}: {str(error)[:100]}"
-        why = f"is not a complete trace of generate.py --trace ({reason})"
+        why = "is not a complete trace of generate.py --trace"
         raise InputError(str(path), None, why, "trace the run again") from error
 
 

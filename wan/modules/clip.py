@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan.checkpoint.keymaps import rename_clip_to_transformers
-from wan.checkpoint.load import ModelSpec, read_headers
+from wan.checkpoint.load import ModelSpec, describe_mismatch, read_headers
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.checkpoint.tensor_source import TensorSource, TensorSources
 from wan.settings.errors import InputError
@@ -91,7 +91,7 @@ def make_clip_spec(path: Path) -> ModelSpec[Any]:
         if min(dim, mlp_dim, patch_size) < 1 or dim % _count_heads(dim):
             raise ValueError("a size of 0, or channels that heads do not divide")
     except (LookupError, ValueError) as error:
-        why = f"holds no CLIP vision network (unexpected {error})"
+        why = f"holds no CLIP vision network ({describe_mismatch(error)})"
         remedy = "give a file with the weights of CLIP ViT-H/14"
         raise InputError(str(path), None, why, remedy) from error
     return ModelSpec(

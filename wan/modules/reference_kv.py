@@ -8,8 +8,9 @@ log-sum-exp, so no mask exists and every dense kernel with log-sum-exp can be us
 
 The official code attends with a mask over a padded layout: each frame has as many slots as the
 larger frame of the two videos, and a short clip has those of a full one. Unused slots of the
-generated video, and of the reference frame that a token sees, are zero keys, which `ZeroKeys`
-counts: they add exp(0) to the denominator of the softmax, and nothing to its numerator.
+generated video, and of the reference frame that a token sees, are zero keys, which
+`ReferenceLayout.count_zero_keys` counts: they add exp(0) to the denominator of the softmax, and
+nothing to its numerator.
 
 Legend: S queries or tokens, N heads of a chunk on this rank, D head size, T latent frames, A tokens
 of a latent frame. The batch size is 1.

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from wan.checkpoint.embedded_tokenizer import UnigramVocab, read_embedded_tokenizer
 from wan.checkpoint.keymaps import rename_t5_to_transformers
-from wan.checkpoint.load import DtypeRule, ModelSpec, read_headers
+from wan.checkpoint.load import DtypeRule, ModelSpec, describe_mismatch, read_headers
 from wan.modules.umt5 import Umt5Encoder
 from wan.settings.errors import InputError
-from wan.settings.values import format_value
 from wan.utils.log import logger
 from wan.utils.system import limit_cpu_threads
 
@@ -133,8 +132,7 @@ def _refuse_damaged_tokenizer(path: Path) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises plain Exceptions, and panics are none
-        why = f"holds no usable tokenizer ({format_value(error, str)})"
-        raise InputError(str(path), None, why, "download it") from error
+        raise InputError(str(path), None, "holds no usable tokenizer", "download it") from error
 
 
 def read_text_encoder_spec(path: Path) -> ModelSpec[nn.Module]:
@@ -160,7 +158,7 @@ def read_text_encoder_spec(path: Path) -> ModelSpec[nn.Module]:
         if min(sizes.values()) < 1:
             raise ValueError("a size of 0")
     except (LookupError, ValueError, ZeroDivisionError) as error:
-        why = f"does not hold the weights of a UMT5 encoder (unexpected {error})"
+        why = f"does not hold the weights of a UMT5 encoder ({describe_mismatch(error)})"
         remedy = "give models_t5_umt5-xxl-enc-bf16.pth or a file with its weights"
         raise InputError(str(path), None, why, remedy) from error
     return ModelSpec("text encoder", partial(Umt5Encoder, **sizes), tensors, path)

@@ -1,9 +1,9 @@
 """Generates many videos with networks loaded once, for `--prompt_file` and `generate_many`.
 
-The prompts of up to `AHEAD` videos are encoded before the first video is denoised, so that the text
-encoder is loaded once. The videos are then generated in order, or, with `group_by_expert`, all of
-them run the steps of the high-noise expert before the low-noise expert is loaded; meanwhile their
-latents are in host memory.
+The prompts of up to `VIDEO_GROUP_SIZE` videos are encoded before the first video is denoised, so
+that the text encoder is loaded once. The videos are then generated in order, or, with
+`group_by_expert`, all of them run the steps of the high-noise expert before the low-noise expert is
+loaded; meanwhile their latents are in host memory.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ from wan.settings.parallel import Parallel
 from wan.tasks.base import build_dit
 from wan.utils import system
 from wan.utils.log import StageTimer, logger
+from wan.utils.torch_private import use_private_compiler_cache
 
 if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
@@ -131,6 +132,7 @@ def build_pipeline(
         compute_dtype=compute_dtype,
         encoder_dtype=t5_dtype or DTYPES[execution.get_precision(device.type)],
         make_components=make_components,
+        compiles_blocks=execution.compile and _can_compile_blocks(groups),
     )
     step_cache.compute_changes = loader.compute_embedding_changes
     _log_setup(setup, device, selected)
@@ -173,6 +175,24 @@ def build_pipeline(
             make_dit_dtype_rule(compute_dtype, execution.convert_model_dtype),
             int(setup.lora_options.lora_cache * 1e9),
         ),
+    )
+
+
+def check_network_files(setup: Setup) -> None:
+    """Refuses files that do not fit their networks, as the start of a run does; reads no weight.
+
+    Networks without files, of which a plan has the published sizes, are not checked.
+    """
+    if setup.quantized_dit is not None and setup.attention.fp8:
+        load_rotations(setup.quantized_dit)
+    device = Device(torch.device("meta"), memory_estimate.find_planned_capabilities(setup))
+    NetworkLoader(
+        setup=setup,
+        offload_manager=OffloadManager(device, None, lambda _: 0),
+        groups=None,
+        compute_dtype=torch.float32,
+        encoder_dtype=torch.float32,
+        make_components=lambda _: ModelComponents(),
     )
 
 
@@ -244,6 +264,20 @@ def describe_attention(setup: Setup, selected: SelectedKernels) -> str:
     )
 
 
+def _can_compile_blocks(groups: ParallelGroups | None) -> bool:
+    """Whether all ranks have a folder for compiled code; a warning says why not."""
+    try:
+        use_private_compiler_cache()
+        problem = None
+    except InputError as error:
+        problem = str(error)
+    problems = [problem] if groups is None else groups.gather(problem)
+    problem = next(filter(None, problems), None)
+    if problem is not None:
+        logger.warning("The blocks are not compiled, which costs speed only: %s", problem)
+    return problem is None
+
+
 @dataclass
 class NetworkLoader:
     """Checks a checkpoint's files against its networks at once, and loads the networks on demand.
@@ -253,6 +287,7 @@ class NetworkLoader:
         compute_dtype: The dtype of the DiTs' matrix products.
         encoder_dtype: The dtype of the text and the image encoder.
         make_components: Returns the components of an expert's blocks.
+        compiles_blocks: The blocks are compiled by torch.compile.
     """
 
     setup: Setup
@@ -261,6 +296,7 @@ class NetworkLoader:
     compute_dtype: torch.dtype
     encoder_dtype: torch.dtype
     make_components: Callable[[str], ModelComponents]
+    compiles_blocks: bool = False
 
     def __post_init__(self) -> None:
         setup, ckpt = self.setup, self.setup.checkpoint
@@ -274,6 +310,7 @@ class NetworkLoader:
                 files.folder,
             )
             for name, files in ckpt.experts.items()
+            if files.tensors
         }
         for dit in self._dit_specs.values():
             dit.check()
@@ -351,7 +388,7 @@ class NetworkLoader:
             model.hold_weights = nullcontext  # the first sample's call copies the block
         if offload == "cpu":
             self.offload_manager.register(model, model.clear_caches)
-        if execution.compile:
+        if self.compiles_blocks:
             for block in model.self_attention_blocks():
                 block.compile()
         return model

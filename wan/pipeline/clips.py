@@ -14,7 +14,7 @@ from wan.pipeline.denoise import DenoisingLoop
 from wan.pipeline.pipeline import Pipeline
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.tasks.base import Clip, ClipMaker, Inputs, VideoParams
-from wan.utils.log import format_prompt, logger
+from wan.utils.log import format_prompt, logger, make_step_bar
 
 
 def generate_clips(pipeline: Pipeline, params: VideoParams, inputs: Inputs) -> Iterator[Clip]:
@@ -33,26 +33,30 @@ def generate_clips(pipeline: Pipeline, params: VideoParams, inputs: Inputs) -> I
 def _generate_missing_clips(
     pipeline: Pipeline, params: VideoParams, inputs: Inputs
 ) -> Iterator[Clip]:
-    maker, num_clips = params.task.make_clips(params, inputs, pipeline), params.num_clip or 1
+    num_clips, num_steps = params.num_clip or 1, len(make_noise_schedule(params).experts)
     state, pending_decode = inputs.clip_state, None
+    maker: ClipMaker | None = None
     preview = pipeline.make_preview(params, inputs)
     for index in range(inputs.num_clips_done, num_clips):
         is_last = index + 1 == num_clips
         if num_clips > 1:
             prompt = params.clip_prompts[index] if params.clip_prompts else params.prompt
             logger.info("Clip %d of %d: %s", index + 1, num_clips, format_prompt(prompt))
-        clip_params, denoise_inputs = maker.prepare_clip(index, state)
-        if preview is not None:
-            preview.start_clip(index, maker.select_latents)
-        if pending_decode is None:
-            pipeline.release(pipeline.vae)
-        try:
+        with make_step_bar(num_steps, "conditioning") as bar:
+            if maker is None:
+                maker = params.task.make_clips(params, inputs, pipeline)
+            clip_params, denoise_inputs = maker.prepare_clip(index, state)
+            if preview is not None:
+                preview.start_clip(index, maker.select_latents)
+            if pending_decode is None:
+                pipeline.release(pipeline.vae)
             loop = DenoisingLoop(clip_params, denoise_inputs, preview=preview, loras=inputs.loras)
-            latents = pipeline.denoise(loop)
-        except BaseException:
-            if pending_decode is not None:  # a retry may need the VAE and its memory
-                pending_decode.wait()
-            raise
+            try:
+                latents = pipeline.denoise(loop, bar=bar)
+            except BaseException:
+                if pending_decode is not None:  # a retry may need the VAE and its memory
+                    pending_decode.wait()
+                raise
         del denoise_inputs, loop
         pipeline.release(pipeline.experts)
         if pending_decode is not None:
@@ -83,6 +87,8 @@ class _BackgroundDecode:
         """Starts decoding."""
         self._pipeline, self._maker, self._index = pipeline, maker, index
         self._latents, self._state = latents, state
+        # Selected now: the maker changes with the next clip.
+        self._selected_latents = maker.select_latents(index, latents)
         self._future: Future[Tensor] | None = None
         if pipeline.is_main:
             executor = ThreadPoolExecutor(1, "decoding")
@@ -92,7 +98,7 @@ class _BackgroundDecode:
     def _decode(self) -> Tensor:
         pipeline, collected = self._pipeline, FrameCollector(torch.device("cpu"))
         with use_side_stream(pipeline.device.torch_device), pipeline.stage_timer("decoding"):
-            pipeline.vae_runner.decode_alone(self._latents, collected)
+            pipeline.vae_runner.decode_alone(self._selected_latents, collected)
         return collected.video
 
     def wait(self) -> None:
@@ -111,7 +117,7 @@ class _BackgroundDecode:
                 failed = True
                 logger.warning("A clip is decoded again, without overlap (%s).", error)
         if bool(self._pipeline.work_sharing.run_on_rank0(lambda: torch.tensor([float(failed)]))):
-            frames = self._pipeline.decode(self._latents)
+            frames = self._pipeline.decode(self._selected_latents)
         else:
             self._pipeline.release(self._pipeline.vae)
         new_frames = None if frames is None else self._maker.trim_frames(self._index, frames)

@@ -28,7 +28,7 @@ from wan.settings.errors import NotFiniteError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.tasks.base import DenoiseInputs, StepCallback, VideoParams
 from wan.utils import trace
-from wan.utils.log import make_progress_bar
+from wan.utils.log import make_step_bar
 
 
 class Denoiser(Protocol):
@@ -139,6 +139,7 @@ class DenoisingLoop:
         step_cache: Cache | None = None,
         num_experts: int | None = None,
         cancellation_point: CancellationPoint = NEVER_CANCELLED,
+        bar: Any = None,
     ) -> Tensor:
         """Runs steps and returns the latents after them.
 
@@ -148,6 +149,7 @@ class DenoisingLoop:
             step_cache: Reuses results of earlier steps.
             num_experts: The number of experts whose steps are run; None: all remaining ones.
             cancellation_point: Checked before each step and after the last one.
+            bar: The progress bar of these steps; None: a new one.
 
         Raises:
             NotFiniteError: The latents are NaN or infinite after the first or the last step.
@@ -158,17 +160,18 @@ class DenoisingLoop:
             name in (first_expert, *later_experts) for name in remaining_steps
         )
         num_steps = len(self._noise_schedule.experts)
-        network = experts.get(first_expert)  # before the bar, so that its rate excludes loading
+        network = experts.get(first_expert)
         with torch.no_grad():
             model_kwargs = compute_model_kwargs(network, self._inputs.model_kwargs)
         del network  # it is released before the next expert is loaded
         self._inputs = replace(self._inputs, model_kwargs=model_kwargs)
         for name in later_experts:
             experts.prefetch(name)
-        with (
-            torch.no_grad(),
-            make_progress_bar(stop - self._num_steps_done, "sampling", "step") as bar,
-        ):
+        num_remaining = stop - self._num_steps_done
+        step_bar = make_step_bar(num_remaining) if bar is None else nullcontext(bar)
+        with torch.no_grad(), step_bar as bar:
+            bar.unpause()  # its rate excludes loading
+            bar.set_postfix_str(first_expert)
             for index in range(self._num_steps_done, stop):
                 cancellation_point.check(index, num_steps)
                 name = self._noise_schedule.experts[index]

@@ -251,8 +251,10 @@ class Pipeline:
         """Generates denoised latents, float32 [Z,f,h,w], on the device."""
         if inputs.prompt_embeds is None and params.prompt not in self.cached_prompt_embeds:
             self.text_encoder.prefetch()
-        self.experts.prefetch(noise_schedule.make_noise_schedule(params).experts[0])
-        latents = self.denoise(self.prepare_denoising(params, inputs))
+        experts = noise_schedule.make_noise_schedule(params).experts
+        self.experts.prefetch(experts[0])
+        with log.make_step_bar(len(experts), "text") as bar:
+            latents = self.denoise(self.prepare_denoising(params, inputs), bar=bar)
         self.release(self.experts)
         return latents
 
@@ -295,10 +297,13 @@ class Pipeline:
 
         return Preview(params, decode, inputs.show_preview)
 
-    def denoise(self, loop: DenoisingLoop, num_experts: int | None = None) -> Tensor:
+    def denoise(
+        self, loop: DenoisingLoop, num_experts: int | None = None, *, bar: Any = None
+    ) -> Tensor:
         """Runs the steps of the next `num_experts` experts (default: all) and returns the latents.
 
         The last expert stays in memory. The step cache is started and ended in each call.
+        bar: The progress bar of the steps; None: a new one.
         """
         self.offload_manager.params = loop.params
         with self.stage_timer("denoising"):
@@ -307,7 +312,12 @@ class Pipeline:
             run_branches = self.work_sharing.run_branches
             with self.video_loras.attach(self.experts, loop.loras) as experts:
                 latents = loop.advance(
-                    experts, run_branches, self.step_cache, num_experts, self.cancellation_point
+                    experts,
+                    run_branches,
+                    self.step_cache,
+                    num_experts,
+                    self.cancellation_point,
+                    bar,
                 )
             self.step_cache.clear()
         return latents
@@ -335,13 +345,16 @@ class Pipeline:
             prompt: embeds for prompt, embeds in cached if prompt in prompts
         }
         self.offload_manager.params = params
-        with self.stage_timer("text"):
-            for prompt in dict.fromkeys(prompts):
+        new_prompts = [p for p in dict.fromkeys(prompts) if p not in self.cached_prompt_embeds]
+        with (
+            self.stage_timer("text"),
+            log.make_progress_bar(len(new_prompts), "text", "prompt") as bar,
+        ):
+            for prompt in new_prompts:
                 # A copy, so that a view does not keep a padded tensor in memory.
-                if prompt not in self.cached_prompt_embeds:
-                    self.cached_prompt_embeds[prompt] = self._get_prompt_embeds(prompt, None).to(
-                        "cpu", copy=True
-                    )
+                embeds = self._get_prompt_embeds(prompt, None).to("cpu", copy=True)
+                self.cached_prompt_embeds[prompt] = embeds
+                bar.update()
             self.release(self.text_encoder)
 
     def decode(self, latents_Zfhw: Tensor) -> Tensor | None:

@@ -161,9 +161,8 @@ def _iter_dit_weights(setup: Setup, device: str, num_ranks: int) -> Iterator[tup
         if suffix == "weight" and layer in unconverted:
             stored, changes = view_as_bytes(info), unconverted[layer][1]
             yield name, *sizes.compute(stored, stored.dtype)
-            num_scales = 1 if info.scale is None else prod(info.scale.shape)
             num_lora = sum(map(prod, list_factor_shapes(changes).values()))
-            scale_bytes = 4 * num_scales if info.dtype in FP8 else 0
+            scale_bytes = 4 * prod(info.scale_shape) if info.dtype in FP8 else 0
             yield name, scale_bytes + num_lora * _ITEMSIZE[compute_dtype], 0
             continue
         is_fp32 = keeps_fp32(name) and not execution.convert_model_dtype

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -98,8 +97,7 @@ def _make_empty_linear(
     """Makes a layer on the meta device."""
     weight, scale = view_as_bytes(info), None
     if info.dtype in FP8:
-        rows = 1 if info.scale is None else prod(info.scale.shape)
-        scale = torch.empty(1 if rows == 1 else (rows, 1), device="meta")
+        scale = torch.empty(info.scale_shape, device="meta")
     lora = {
         name: torch.empty(shape, dtype=compute_dtype, device="meta")
         for name, shape in list_factor_shapes(changes).items()
@@ -110,6 +108,7 @@ def _make_empty_linear(
         module.bias,
         in_features=module.in_features,
         scale=scale,
+        scale_block=info.scale_block,
         lora=lora,
         memory=memory,
         try_fill=None if dequantizer is None else partial(dequantizer.fill, info.dtype),

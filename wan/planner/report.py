@@ -16,7 +16,7 @@ from wan.planner import placement
 from wan.planner.measure import Planner
 from wan.planner.placement import list_layouts
 from wan.planner.topology import find_nearest_run, iter_decodings
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, escape_controls
 from wan.tasks.base import VideoParams
 from wan.utils import env, system
 
@@ -37,11 +37,11 @@ def print_plan_report(run: Run) -> None:
         plan_lines += map(
             flag_naming.render, _describe_placement(planner, planning.nodes, planning.link_gbs)
         )
-    print(*plan_lines, sep="\n", flush=True)
+    print(*map(escape_controls, plan_lines), sep="\n", flush=True)
     memory = run.device_memory or planner.device.capabilities.memory
     if memory is None and planner.device.type == "cuda":
         memory = min(query_gpu_memory("total"), default=None)
-    print(flag_naming.render(check_plan_memory(planner, memory)))
+    print(escape_controls(flag_naming.render(check_plan_memory(planner, memory))))
     free = system.read_available_memory() if run.device_memory is None else memory
     for line in describe_rereads(planner, free or 0):
         print(line)

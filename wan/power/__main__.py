@@ -8,6 +8,7 @@ from importlib import import_module
 
 from wan.app import failures
 from wan.settings.errors import InputError, get_exit_code
+from wan.utils.text_streams import set_up_text
 
 COMMANDS = {  # modules of wan.power, each with a main(argv)
     "report": "summarize schedule traces (--trace): order, gaps, exposed communication",
@@ -17,6 +18,7 @@ COMMANDS = {  # modules of wan.power, each with a main(argv)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; exit codes as generate.py: 0 done, 1 failed, 2 refused."""
+    set_up_text()
     argv = sys.argv[1:] if argv is None else argv
     try:
         with failures.raise_on_sigterm(), failures.ignore_closed_stdout():
@@ -25,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = failures.describe_error(error)
         if message is None:
             raise
-        failures.print_error(message, "wan.power")
+        failures.print_error_once(message, "wan.power")
         return get_exit_code(error)
 
 

@@ -17,7 +17,7 @@ import math
 import random
 import statistics
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wan.app import launch, resolve
+from wan.app import launch
 from wan.app.flag_parser import Parser, parse_flags
 from wan.app.run import Run
 from wan.metering import exchange_order
@@ -36,6 +36,7 @@ from wan.power.variants import Variant, VariantResult, list_variants
 from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError
 from wan.settings.flags import read_settings
+from wan.settings.parallel import SIZE_FLAGS
 from wan.settings.values import Reader, choice, integer, real
 from wan.utils import env, log, system
 from wan.utils.files import (
@@ -81,14 +82,17 @@ def main(argv: Sequence[str]) -> int:
     """Runs a comparison; returns an exit code of generate.py."""
     log.set_up_logging(env.rank() == 0)
     separator = [*argv, "--"].index("--")
+    if env.rank() > 0 and any(argument.startswith("--plan") for argument in argv[:separator]):
+        return 0  # rank 0 prints the plan
     options = _parse_compare_options(argv[:separator])
     options.command = f"compare {' '.join(argv)}"
     user_settings = parse_flags([*PRESETS.get(options.preset, ()), *argv[separator + 1 :]])
     for name in _FORBIDDEN_FLAGS:
         if name in user_settings:
             raise InputError(f"`{name}`", None, "cannot be used in a comparison", "drop it")
+    _check_num_ranks(options, user_settings)
     if options.plan is not None:
-        return _print_comparison_plan(options, resolve.resolve_settings(user_settings, plan=True))
+        return _print_comparison_plan(options, launch.resolve_plan(user_settings))
     if env.world_size() == 1:
         raise InputError(
             "One process",
@@ -105,8 +109,27 @@ def main(argv: Sequence[str]) -> int:
     _check_comparison_outputs(options.out)
     save_file = {"save_file": options.out / "baseline.mp4"}
     return launch.execute_run(
-        lambda: user_settings | read_settings(save_file), partial(_run_comparison, options)
+        lambda: user_settings | read_settings(save_file),
+        partial(_run_comparison, options),
+        program="wan.power",
     )
+
+
+def _check_num_ranks(options: Namespace, user_settings: Mapping[str, Any]) -> None:
+    """Refuses another number of ranks than the preset's, unless the user has set the sizes."""
+    sizes = {name: user_settings[name] for name in SIZE_FLAGS if name in user_settings}
+    preset_sizes = parse_flags(PRESETS.get(options.preset, ()))
+    num_ranks, world_size = preset_sizes.get("ulysses_size"), env.world_size()
+    if num_ranks is None or sizes != {"ulysses_size": num_ranks} or world_size == num_ranks:
+        return
+    if options.plan is None or world_size > 1:
+        raise InputError(
+            f"--preset {options.preset}",
+            None,
+            f"is a workload of {num_ranks} ranks, but {world_size} were started",
+            f"start torchrun --nproc_per_node={num_ranks} -m wan.power compare ..., or add "
+            f"`ulysses_size={world_size}`",
+        )
 
 
 def _check_comparison_outputs(out: Path) -> None:
@@ -376,9 +399,9 @@ def write_comparison(
     width, height = params.video_size
     has_image = draw_time_changes(results, options.out)
     image_line = "![Time against the baseline](gain.png)\n" if has_image else ""
-    timing_note = "of denoising"
+    timing_note, videos = "of denoising", "the videos that were decoded, and "
     if options.quick:
-        timing_note = "of all steps, from some steps of each expert"
+        timing_note, videos = "of all steps, from some steps of each expert", ""
     with write_output(options.out / "report.md", _REPORT_KIND) as path:
         path.write_text(
             f"""{_REPORT_TITLE} (measured)
@@ -402,8 +425,8 @@ Order of exchanges and attention in two traced steps, which are not timed (`pyth
 report {options.out}/traces/NAME` draws them):
 
 {order_lines}
-The folder also has the videos that were decoded, and comparison.json with every round's times \
-and readings. docs/measuring_power.md explains how to read it.
+The folder also has {videos}comparison.json with every round's times and readings. \
+docs/measuring_power.md explains how to read it.
 """,
             encoding="utf-8",
         )

@@ -25,7 +25,7 @@ from wan.app.flag_parser import Parser
 from wan.metering.exchange_order import OrderComparison, Trace, compare_with_plan, read_traces
 from wan.power import timeline
 from wan.settings.attention_modes import count_heads_per_chunk
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, escape_controls
 from wan.utils.files import check_output, make_json_kind, write_output
 from wan.utils.trace import Event
 
@@ -213,9 +213,9 @@ def main(argv: Sequence[str]) -> int:
         traces = read_traces(folder)
         name = str(folder) if has_equal_names else folder.absolute().name
         reports.append(RunReport(name, traces, [analyze_trace(trace) for trace in traces]))
-    print("\n\n".join("\n".join(_format_run_report(report)) for report in reports))
+    print("\n\n".join(_join_lines(_format_run_report(report)) for report in reports))
     if len(reports) > 1:
-        print("\n" + "\n".join(_format_run_comparison(reports)))
+        print("\n" + _join_lines(_format_run_comparison(reports)))
     try:
         with write_output(outputs[0], _REPORT_KIND) as temporary:
             content = [_make_run_record(report) for report in reports]
@@ -338,3 +338,8 @@ def _format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for first_cell, *other_cells in rows:
         cells = (cell.rjust(width) for cell, width in zip(other_cells, widths[1:], strict=True))
         yield f"  {first_cell.ljust(widths[0])}  {'  '.join(cells)}".rstrip()
+
+
+def _join_lines(lines: Iterable[str]) -> str:
+    """Joins lines, in which names of traces cannot control the terminal."""
+    return "\n".join(map(escape_controls, lines))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,19 +73,45 @@ def collect_layer_spans(events: Iterable[Event]) -> list[tuple[Event, list[Event
     return layers
 
 
-def select_median_layer(trace: Trace) -> tuple[Event, list[Event]]:
-    """Returns the event of the layer with attention of median duration, and the events inside it.
+LayerSpan = tuple[Event, list[Event]]
+"""The event of a layer, and the events inside it."""
+LayerKey = tuple[object, ...]
+"""Step, branch and index of a layer."""
+
+
+def select_layers(traces: Sequence[Trace]) -> list[LayerSpan]:
+    """Selects the layer of median duration of the first trace, and the same of the others.
+
+    Only layers with attention are selected. If not all traces have the same layer, that of median
+    duration of each is selected.
 
     Raises:
-        InputError: No layer computes attention.
+        InputError: A trace has no layer that computes attention.
     """
-    layers = collect_layer_spans(trace.events)
-    attending = [
-        pair for pair in layers if any(event.operation == "attention" for event in pair[1])
-    ]
-    if not attending:
+    spans_of_traces = [_list_attending_layers(trace) for trace in traces]
+    common = set.intersection(*({*spans} for spans in spans_of_traces))
+    if common:
+        key = _find_median_layer(spans_of_traces[0], common)
+        return [spans[key] for spans in spans_of_traces]
+    return [spans[_find_median_layer(spans, {*spans})] for spans in spans_of_traces]
+
+
+def _find_median_layer(spans: Mapping[LayerKey, LayerSpan], keys: Set[LayerKey]) -> LayerKey:
+    """Returns the layer of median duration of those with these keys."""
+    candidates = [key for key in spans if key in keys]
+    return sorted(candidates, key=lambda key: spans[key][0].duration)[len(candidates) // 2]
+
+
+def _list_attending_layers(trace: Trace) -> dict[LayerKey, LayerSpan]:
+    """Returns the layers that compute attention."""
+    spans: dict[LayerKey, LayerSpan] = {}
+    for layer, events in collect_layer_spans(trace.events):
+        if any(event.operation == "attention" for event in events):
+            key = tuple(layer.attributes.get(name) for name in ("step", "branch", "layer"))
+            spans.setdefault(key, (layer, events))
+    if not spans:
         raise InputError(f"No layer of rank {trace.plan.rank} computes attention: nothing to draw.")
-    return sorted(attending, key=lambda pair: pair[0].duration)[len(attending) // 2]
+    return spans
 
 
 def make_bars(layer: Event, layer_events: Sequence[Event]) -> Iterator[Bar]:
@@ -133,23 +159,22 @@ def draw_timeline(named_traces: Sequence[tuple[str, Trace]], path: Path) -> None
         raise InputError(
             "The image needs matplotlib (pip install -r requirements-power.txt); all else is done."
         ) from error
-    panels = [
-        (name, trace, *select_median_layer(trace))
-        for name, trace in sorted(named_traces, key=_get_panel_order)
-    ]
+    ordered_traces = sorted(named_traces, key=_get_panel_order)
+    layers = select_layers([trace for _, trace in ordered_traces])
+    panels = [(*named, *layer) for named, layer in zip(ordered_traces, layers, strict=True)]
     figure: Any = Figure(figsize=(10, 0.7 + 1.35 * len(panels)), dpi=130, layout="constrained")
     axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     longest, colors = max(layer.duration for _, _, layer, _ in panels) / _NS_PER_MS, set[str]()
+    caption = "milliseconds from the beginning of the layer"
     for axis, (name, trace, layer, layer_events) in zip(axes, panels, strict=True):
         layer_bars = list(make_bars(layer, layer_events))
         colors |= {bar.color for bar in layer_bars}
         _set_titles(axis, name, trace, layer, layer_bars)
-        _draw_panel(axis, layer_bars, longest)
+        if any(label.isdigit() for label in _draw_panel(axis, layer_bars, longest)):
+            caption = "milliseconds from the beginning of the layer; numbers: head chunks"
         axis.axvline(layer.duration / _NS_PER_MS, color="black", linewidth=0.6)
     axes[-1].set_xlim(0, longest * 1.005)
-    axes[-1].set_xlabel(
-        "milliseconds from the beginning of the layer; numbers: head chunks", fontsize=8
-    )
+    axes[-1].set_xlabel(caption, fontsize=8)
     _draw_legend(figure, [color for color in _COLORS if color in colors])
     with write_output(path, PLOT_KIND) as temporary:
         figure.savefig(temporary, format="png", metadata=PLOT_METADATA)
@@ -176,12 +201,16 @@ def _format_ms(milliseconds: float) -> str:
     return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:.0f}"
 
 
-def _draw_panel(axis: Any, layer_bars: Sequence[Bar], longest: float) -> None:
+def _draw_panel(axis: Any, layer_bars: Sequence[Bar], longest: float) -> list[str]:
     """Draws the bars of a layer; bars too short for their label have none.
 
     Args:
         longest: Length of the time axis, milliseconds.
+
+    Returns:
+        The labels that were drawn.
     """
+    labels: list[str] = []
     lanes = [lane for lane in _LANES if any(bar.lane == lane for bar in layer_bars)]
     for bar in layer_bars:
         row = lanes.index(bar.lane)
@@ -190,11 +219,13 @@ def _draw_panel(axis: Any, layer_bars: Sequence[Bar], longest: float) -> None:
         if bar.label and bar.length > longest * 0.011 * len(bar.label):
             middle = bar.begin + bar.length / 2
             axis.text(middle, row, bar.label, ha="center", va="center", color="white", fontsize=7)
+            labels.append(bar.label)
     axis.set_yticks(range(len(lanes)), lanes)
     axis.set_ylim(len(lanes) - 0.5, -0.5)
     axis.tick_params(labelsize=8)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+    return labels
 
 
 def _draw_legend(figure: Any, colors: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from wan.app.flag_parser import Parser, parse_flags
 from wan.app.programs import make_argument_type
 from wan.serve.addresses import read_model_name, read_network, read_origin
 from wan.serve.folders import NAME_LENGTH, check_journal_folder
+from wan.serve.root_path import read_root_path
 from wan.serve.webhook_hosts import read_webhook_host
 from wan.settings.command import PlanOptions, PromptFileOptions, ResumeOptions
 from wan.settings.errors import InputError, get_exit_code
@@ -22,6 +23,7 @@ from wan.settings.values import integer, read_path, read_text_value, real
 from wan.settings.video_options import INPUT_OPTIONS
 from wan.utils import env, log
 from wan.utils.log import logger
+from wan.utils.text_streams import set_up_text
 
 if TYPE_CHECKING:
     from wan.app.run import Run
@@ -138,6 +140,13 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="address or network of a proxy whose X-Forwarded-Host is believed; repeatable",
+    )
+    add(
+        "--root_path",
+        type=make_argument_type(read_root_path),
+        default="",
+        metavar="PATH",
+        help="path below which a proxy serves the service, such as /wan (default none)",
     )
     add(
         "--served_model_name",
@@ -259,6 +268,7 @@ def run_service(argv: Sequence[str]) -> int:
 
 def run_service_cli(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit codes of generate.py."""
+    set_up_text()
     log.set_up_logging()
     try:
         return run_service(sys.argv[1:] if argv is None else argv)

@@ -12,22 +12,31 @@ from wan.settings.values import Reader, format_value
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
-_HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::(\d*))?")
+_HOST = re.compile(r"(\[[\da-f:.]+\]|[\w.-]+)(?::\d{0,5})?", re.ASCII | re.IGNORECASE)
 
 
-def split_host(text: str) -> tuple[str, str]:
-    """Returns the name and the port ("" if absent) of `HOST` or `HOST:PORT`.
+def split_host(text: str) -> tuple[str, str] | None:
+    """Returns the name and the port ("" if absent) of `HOST` or `HOST:PORT`, or None.
 
-    Equal hosts have equal names: in lower case, IP addresses without brackets and in one form.
+    Equal hosts have equal names (`normalize_host`). Anything else is None, such as a zone of an
+    IPv6 address, or a character that would end the host in an address.
     """
-    match = _HOST.fullmatch(text.strip())
-    name, port = (text.strip(), "") if match is None else (match[1].strip("[]"), match[2] or "")
+    match = _HOST.fullmatch(text)
+    if match is None:
+        return None
+    name, port = normalize_host(match[1]), text[match.end(1) + 1 :]
+    is_malformed = not name or name.startswith("[") or (text[0] == "[" and ":" not in match[1])
+    return None if is_malformed else (name, port)
+
+
+def normalize_host(name: str) -> str:
+    """Returns a host name in lower case, and an IP address in one form, without its zone."""
     name = name.lower().removesuffix(".")
     try:
-        address = ipaddress.ip_address(name.partition("%")[0])
+        address = ipaddress.ip_address(name.removeprefix("[").removesuffix("]").partition("%")[0])
     except ValueError:
-        return name, port
-    return str(getattr(address, "ipv4_mapped", None) or address), port
+        return name
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def is_local(host: str) -> bool:
@@ -41,7 +50,7 @@ def is_local(host: str) -> bool:
 def is_in_networks(address: str, networks: tuple[Network, ...]) -> bool:
     """Returns whether an IP address is in one of the networks."""
     try:
-        parsed = ipaddress.ip_address(split_host(address)[0])
+        parsed = ipaddress.ip_address(normalize_host(address))
     except ValueError:
         return False
     return any(parsed in network for network in networks)
@@ -51,10 +60,11 @@ def is_in_networks(address: str, networks: tuple[Network, ...]) -> bool:
 def read_origin(name: str, raw: Any) -> str:
     """Reads `SCHEME://HOST[:PORT]` as browsers write it in the header `Origin`."""
     match = re.fullmatch(r"(https?)://([^\s/?#@]+)/?", str(raw).lower(), re.ASCII)
-    host, port = split_host(match[2]) if match else ("", "")
-    if match is None or not re.fullmatch(r"[\w.:-]+", host, re.ASCII):
+    parts = None if match is None else split_host(match[2])
+    if match is None or parts is None:
         why = "is not the address of a site"
         raise InputError(name, format_value(raw), why, "give one such as https://video.example")
+    host, port = parts
     address = f"[{host}]" if ":" in host else host
     is_default = port in ("", _DEFAULT_PORTS[match[1]])
     return f"{match[1]}://{address}" + ("" if is_default else f":{port}")

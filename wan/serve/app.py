@@ -13,7 +13,8 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from wan.serve.addresses import Network
@@ -22,6 +23,7 @@ from wan.serve.guard import Guard
 from wan.serve.metrics import Metrics
 from wan.serve.repeats import RefusedError
 from wan.serve.responses import answer_disconnect, make_error_response
+from wan.serve.root_path import RootPath
 from wan.serve.routes import Routes
 from wan.serve.service import Service
 from wan.serve.store import Store
@@ -56,6 +58,7 @@ def make_app(
     is_busy: Callable[[], bool] = lambda: False,
     store: Store | None = None,
     max_listeners: int = MAX_LISTENERS,
+    root_path: str = "",
 ) -> ASGIApp:
     """Returns the ASGI application.
 
@@ -71,7 +74,9 @@ def make_app(
         is_busy: Returns whether only /health and /liveness are answered.
         store: Has the videos that were uploaded.
         max_listeners: Maximum of open streams of events.
+        root_path: Path below which a proxy serves the application, such as `/wan`.
     """
+    service.root_path = root_path
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> Any:
@@ -85,20 +90,23 @@ def make_app(
             with suppress(asyncio.CancelledError):
                 await running
 
+    async def answer_error(request: Request, error: Exception) -> Response:
+        is_gone = isinstance(error, ClientDisconnect)  # without a thread, as all may be busy
+        return (answer_disconnect if is_gone else make_error_response)(request, error)
+
     errors = (RefusedError, InputError, HTTPException, MultiPartException, Exception)
-    handlers: dict[Any, Any] = dict.fromkeys(errors, make_error_response)
-    handlers[ClientDisconnect] = answer_disconnect
+    handlers: dict[Any, Any] = dict.fromkeys((*errors, ClientDisconnect), answer_error)
     routes = Routes(service, metrics, store, max_listeners).list_routes()
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False
     hosts = (*_LOCAL_HOSTS, host, *names)
-    guard = Guard(app, hosts, api_key, most_bytes, is_busy, origins, proxies)
-    if not origins:
-        return guard
-    return CORSMiddleware(
-        guard,
-        allow_origins=origins,
-        allow_methods=("GET", "POST", "DELETE"),
-        allow_headers=("*",),
-        expose_headers=_EXPOSED_HEADERS,
-    )
+    guarded: ASGIApp = Guard(app, hosts, api_key, most_bytes, is_busy, origins, proxies)
+    if origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=_EXPOSED_HEADERS,
+        )
+    return RootPath(guarded, root_path)

@@ -2,57 +2,154 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartParser
 from starlette.requests import Request
 
-from wan.serve.fields import JSON_FIELDS, PICTURE_FIELDS, SEEDS
+from wan.serve import large_bodies
+from wan.serve.fields import JSON_FIELDS, PICTURE_FIELDS, SEEDS, URL_KEYS, decode_data_url
+from wan.serve.job_files import UploadedFile
+from wan.serve.large_bodies import MAX_DEPTH, PARSERS, SHORT, TOO_DEEP
 from wan.serve.repeats import RefusedError
+from wan.settings.json_text import DuplicateNameError, parse_json
 from wan.settings.values import format_value
 from wan.settings.video_options import MAX_REFERENCE_IMAGES
 
-_MAX_DEPTH = 8  # nesting levels of a body; lists of image references need four
-_TOO_DEEP = f"The body is nested too deeply; give at most {_MAX_DEPTH} levels."
+T = TypeVar("T")
 
 
 async def read_body(request: Request) -> dict[str, Any]:
-    """Reads the fields of a form or of a JSON object; files become bytes."""
+    """Reads the fields of a form or of a JSON object; files, also of long data URLs, become bytes.
+
+    A large body is parsed in a thread.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type in ("multipart/form-data", "application/x-www-form-urlencoded"):
+    if media_type == "multipart/form-data":
         try:
-            body = await _read_form(request)
+            form = await _read_form(request)
         except ValueError as error:  # from decoding or from the form parser
             raise RefusedError(f"The form cannot be read ({format_value(str(error))}).") from error
-    else:
-        body = _parse_json_body(await request.body() or b"{}")
+        size = sum(len(value) for _, value in form if isinstance(value, bytearray))
+        return await call_by_size(size, _parse_form, form)
+    content = bytearray()  # one of `request.body` would be copied as a whole
+    async for part in _iter_content(request):
+        content += part
+    if media_type == "application/x-www-form-urlencoded":
+        return await call_by_size(len(content), _parse_encoded_form, content)
+    return await call_by_size(len(content), _parse_json_body, content)
+
+
+async def call_by_size(size: int, function: Callable[..., T], *args: Any) -> T:
+    """Calls a function that reads `size` bytes of a body: in a thread if these are many."""
+    return function(*args) if size <= SHORT else await PARSERS.call(function, *args)
+
+
+def count_file_bytes(body: Mapping[str, Any]) -> int:
+    """Returns the size of the files of a body."""
+    values = [x for value in body.values() for x in (value if isinstance(value, list) else [value])]
+    return sum(len(value) for value in values if isinstance(value, bytes | bytearray))
+
+
+async def _iter_content(request: Request) -> AsyncGenerator[bytes, None]:
+    """Yields the content of a body in pieces, between which the event loop does other work."""
+    async for part in request.stream():
+        for start in range(0, len(part), SHORT):
+            yield part[start : start + SHORT]
+            await asyncio.sleep(0)
+
+
+class _FormParser(MultiPartParser):
+    """A parser of forms that does not decode long texts."""
+
+    def on_part_end(self) -> None:
+        part = self._current_part
+        if part.file is None and len(part.data) > SHORT:
+            self.items.append((part.field_name, part.data))  # type: ignore[arg-type]
+        else:
+            super().on_part_end()
+
+
+async def _read_form(request: Request) -> list[tuple[str, Any]]:
+    """Reads names and values of a multipart form; long texts are bytearrays."""
+    max_parts = 8 + MAX_REFERENCE_IMAGES
+    # `Guard` limits the size of the body.
+    limits: dict[str, int] = {"max_files": max_parts, "max_fields": 100}
+    parser = _FormParser(
+        request.headers, _iter_content(request), **limits, max_part_size=sys.maxsize
+    )
+    form = await parser.parse()
+    try:
+        parts: list[tuple[str, Any]] = []
+        for key, value in form.multi_items():
+            part: Any = value
+            if isinstance(value, UploadFile):
+                part = await call_by_size(value.size or 0, _read_upload, value)
+                if not value.filename and not part:
+                    continue  # a file input without a file
+            parts.append((key, part))
+        return parts
+    finally:
+        await form.close()
+
+
+def _read_upload(upload: UploadFile) -> UploadedFile:
+    """Reads an uploaded file and its name."""
+    file = UploadedFile(upload.file.read())
+    file.name = _read_file_name(upload.filename or "")
+    return file
+
+
+def _parse_encoded_form(content: bytearray) -> dict[str, Any]:
+    """Parses a form without files."""
+    return _parse_form(large_bodies.iter_form_fields(content))
+
+
+def _parse_form(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Parses the fields of a form."""
+    form_fields: dict[str, Any] = {}
+    for key, value in parts:
+        part = _parse_long_text(key, value) if isinstance(value, bytearray) else value
+        # The openai client sends lists like this.
+        name = key.removesuffix("[]")
+        is_list = name in PICTURE_FIELDS or (name in SEEDS and name != key)
+        name = name if is_list else key
+        if name not in form_fields:
+            form_fields[name] = [part] if is_list else part
+        elif is_list and isinstance(form_fields[name], list):
+            form_fields[name].append(part)
+        else:
+            message = f"{format_value(name)} is given twice; give it once."
+            raise RefusedError(message, param=name)
+    return _parse_json_fields(form_fields)
+
+
+def _parse_json_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a body, with the values of those that may be JSON text parsed."""
     body |= {key: _parse_json_field(key, body[key]) for key in JSON_FIELDS & {*body}}
     _check_body_values(body)
     return body
 
 
-async def _read_form(request: Request) -> dict[str, Any]:
-    """Reads the fields of a form."""
-    form_fields: dict[str, Any] = {}
-    max_parts = 8 + MAX_REFERENCE_IMAGES
-    # `Guard` limits the size of the body.
-    async with request.form(max_files=max_parts, max_fields=100, max_part_size=sys.maxsize) as form:
-        for key, value in form.multi_items():
-            part = await value.read() if isinstance(value, UploadFile) else value
-            if isinstance(value, UploadFile) and not value.filename and not part:
-                continue  # a file input without a file
-            # The openai client sends lists like this.
-            list_key = key.removesuffix("[]")
-            if list_key in PICTURE_FIELDS or (list_key in SEEDS and list_key != key):
-                form_fields.setdefault(list_key, []).append(part)
-                continue
-            if key in form_fields:
-                raise RefusedError(f"{key} is given twice; give it once.", param=key)
-            form_fields[key] = part
-    return form_fields
+def _parse_long_text(key: str, value: bytearray) -> Any:
+    """Parses a long text of a form: a data URL or JSON with data URLs."""
+    start = bytes(value[:100]).lstrip()
+    if key.removesuffix("[]") in JSON_FIELDS and start[:1] in (b"{", b"["):
+        return _parse_long_json(value, key)
+    if start[:5].lower() != b"data:":
+        large_bodies.refuse_long_text(key)
+    return decode_data_url(key, large_bodies.iter_plain_text(value))
+
+
+def _read_file_name(text: str) -> str:
+    """Returns the last part of a client's path, as far as it is printable."""
+    name = text.replace("\\", "/").rpartition("/")[2]
+    return "".join(character for character in name if character.isprintable())[-200:]
 
 
 def _parse_json_field(key: str, value: Any) -> Any:
@@ -61,18 +158,51 @@ def _parse_json_field(key: str, value: Any) -> Any:
         return [_parse_json_field(key, item) for item in value]
     if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
         return value
-    return _parse_json(value.encode(errors="surrogatepass"), key)
+    return _parse_json_text(value.encode(errors="surrogatepass"), key)
 
 
-def _parse_json_body(content: bytes) -> dict[str, Any]:
+def _parse_json_body(content: bytearray) -> dict[str, Any]:
     """Parses a body as a JSON object."""
-    body = _parse_json(content)
+    if len(content) <= SHORT:
+        body = _parse_json_text(bytes(content) or b"{}")
+    else:
+        body = _parse_long_json(content)
     if not isinstance(body, dict):
         raise RefusedError("The body must be a JSON object or a form.")
-    return body
+    return _parse_json_fields(body)
 
 
-def _parse_json(content: bytes, key: str | None = None) -> Any:
+def _parse_long_json(content: bytearray, key: str | None = None) -> Any:
+    """Parses long JSON of the body, or of a field of it; data URLs become bytes."""
+    try:
+        content = large_bodies.decode_to_utf8(content)
+    except ValueError as error:
+        why = format_value(str(error))
+        subject = "The body" if key is None else key
+        raise RefusedError(f"{subject} is no JSON object ({why}).", param=key) from error
+    text, files = large_bodies.take_out_files(content, key)
+    value = _parse_json_text(text, key)
+    _check_body_values({"": value})
+    return _put_in_files(value, content, files, key or "")
+
+
+def _put_in_files(
+    value: Any, content: bytearray, files: Mapping[str, tuple[int, int]], key: str
+) -> Any:
+    """Returns a JSON value with the bytes of its data URLs. key: the field that has the value."""
+    if isinstance(value, str) and value in files:
+        return decode_data_url(key, large_bodies.iter_json_text(content, *files[value]))
+    if isinstance(value, list):
+        return [_put_in_files(item, content, files, key) for item in value]
+    if isinstance(value, dict):
+        return {
+            name: _put_in_files(item, content, files, key if name in URL_KEYS else name)
+            for name, item in value.items()
+        }
+    return value
+
+
+def _parse_json_text(content: bytes, key: str | None = None) -> Any:
     """Parses JSON of the body, or of a field of it."""
     subject = "The body" if key is None else key
 
@@ -80,9 +210,12 @@ def _parse_json(content: bytes, key: str | None = None) -> Any:
         raise RefusedError(f"{subject} has a number that is not valid JSON: {word}.", param=key)
 
     try:
-        return json.loads(content.decode(json.detect_encoding(content)), parse_constant=refuse)
+        return parse_json(content.decode(json.detect_encoding(content)), refuse)
+    except DuplicateNameError as error:
+        message = f"{format_value(error.name)} is given twice; give it once."
+        raise RefusedError(message, param=error.name if key is None else key) from error
     except RecursionError as error:
-        raise RefusedError(_TOO_DEEP, param=key) from error
+        raise RefusedError(TOO_DEEP, param=key) from error
     except ValueError as error:  # Python's message about too many digits is for programmers
         why = "a number has too many digits" if "digits" in str(error) else format_value(str(error))
         raise RefusedError(f"{subject} is no JSON object ({why}).", param=key) from error
@@ -91,7 +224,7 @@ def _parse_json(content: bytes, key: str | None = None) -> Any:
 def _check_body_values(body: Mapping[str, Any]) -> None:
     """Refuses values that JSON files cannot store: deep nesting and unpaired surrogates."""
     level: list[Any] = [body]
-    for _ in range(_MAX_DEPTH):
+    for _ in range(MAX_DEPTH):
         inner: list[Any] = []
         for value in level:
             if isinstance(value, str):
@@ -106,4 +239,4 @@ def _check_body_values(body: Mapping[str, Any]) -> None:
                 inner += value
         level = inner
     if level:
-        raise RefusedError(_TOO_DEEP)
+        raise RefusedError(TOO_DEEP)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
 from wan.app.run import Run
 from wan.pipeline import memory_estimate
+from wan.serve import clock
 from wan.serve.journal import Journal, ServiceJob
 from wan.utils.log import logger
 
@@ -96,16 +96,20 @@ class Estimates:
         version = (self._journal.version, self._num_samples)
         if self._queue_estimate[0] != version:
             ahead, seconds = {}, 0.0
+            seconds_by_work: dict[tuple[str, float], float] = {}
             for position, job in enumerate(self._journal.list_in_state("queued")):
                 ahead[job.id] = position, seconds
-                seconds += self.estimate_seconds(job) or 0.0
+                kind = job.shape, job.work
+                if kind not in seconds_by_work:
+                    seconds_by_work[kind] = self.estimate_video_seconds(job) or 0.0
+                seconds += seconds_by_work[kind] * (job.num_outputs - job.outputs_done)
             self._queue_estimate = version, ahead, seconds
         return self._queue_estimate[1:]
 
 
 def _get_elapsed(job: ServiceJob) -> float:
     """Returns the seconds since a running job, or its present video, was started."""
-    now = time.time()
+    now = clock.now()
     return now - max(job.started or now, job.output_started)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -18,28 +17,25 @@ HEARTBEAT_SECONDS = 15.0
 """Seconds without an event after which a comment is sent, so that no proxy ends the connection."""
 MAX_LISTENERS = 100
 _MAX_EVENTS = 256  # events of a job that a client can still get when it connects again
-_AFTER_ALL = 1_000_000  # added to the id of the last event, which is computed from the journal
+_SERIES = 10**12  # ids of each series of events, more than earlier versions had in all
+_FIRST_END = 1_000_000  # the least id of a last event in earlier versions
 
 
 class EventLog:
     """The last events of one unfinished job.
 
-    The id of an event is the number of milliseconds since the job was created, so that ids grow
-    also when the service is restarted.
+    Their ids are consecutive. Each start of the service begins a new series with larger ids, so
+    that they grow whatever the clock does.
     """
 
-    def __init__(self) -> None:
-        """Starts without events."""
+    def __init__(self, series: int = 0) -> None:
+        """Starts without events. series: as in `ServiceJob.event_series`."""
         self._events: deque[tuple[int, str]] = deque(maxlen=_MAX_EVENTS)
         self._last: dict[str, Any] = {}  # kind of event -> its last data
-        self._last_id = 0
+        self._last_id = series * _SERIES
 
-    def observe(self, video: dict[str, Any], created: float) -> None:
-        """Adds an event for each part of a video object that has changed.
-
-        Args:
-            created: Creation of the job, in seconds since 1970.
-        """
+    def observe(self, video: dict[str, Any]) -> None:
+        """Adds an event for each part of a video object that has changed."""
         steps_done, total = video["steps"]
         completed = sum(output["status"] == "completed" for output in video["data"])
         changes: dict[str, Any] = {
@@ -54,7 +50,7 @@ class EventLog:
         for kind, data in changes.items():
             if data != self._last.get(kind):
                 self._last[kind] = data
-                self._last_id = max(self._last_id + 1, int(1000 * (time.time() - created)))
+                self._last_id += 1
                 text = format_event(kind, data | {"id": video["id"]}, self._last_id)
                 self._events.append((self._last_id, text))
 
@@ -80,11 +76,18 @@ class JobEvents:
     def open_stream(self, job_id: str, last_id: int) -> AsyncIterator[str] | None:
         """Returns the events of a job after an id; None if the client has had the last one.
 
+        Of a deleted job, clients that have had an event get the end.
+
+        Args:
+            last_id: -1: the client has had no event.
+
         Raises:
             RefusedError: There is no such job, or there are too many listeners.
         """
-        job = self._service.find_job(job_id)
-        if job.is_ended and last_id >= _compute_end_id(job):
+        job = self._service.journal.get_ended(job_id)
+        if job is None or (job.state == "deleted" and last_id < 0):
+            job = self._service.find_job(job_id)
+        if job.is_ended and _had_end(job, last_id):
             return None
         if self._num_listeners >= self._max_listeners:
             message = f"{self._max_listeners} clients listen to events; poll the video."
@@ -120,8 +123,9 @@ class JobEvents:
 
     def _observe(self, job_id: str) -> EventLog:
         """Records the changes of a job since the last call."""
-        job, log = self._service.find_job(job_id), self._logs.setdefault(job_id, EventLog())
-        log.observe(self._describe(job), job.created)
+        job = self._service.find_job(job_id)
+        log = self._logs.setdefault(job_id, EventLog(job.event_series))
+        log.observe(self._describe(job))
         return log
 
     def _format_end(self, job: ServiceJob) -> str:
@@ -139,7 +143,15 @@ class JobEvents:
 
 def _compute_end_id(job: ServiceJob) -> int:
     """Returns the id of the last event of an ended job, above those of all others."""
-    return int(1000 * ((job.ended or 0.0) - job.created)) + _AFTER_ALL
+    return (job.event_series + 1) * _SERIES - 1
+
+
+def _had_end(job: ServiceJob, last_id: int) -> bool:
+    """Returns whether a client has had the last event of an ended job."""
+    if last_id >= _compute_end_id(job):
+        return True
+    earlier_id = int(1000 * ((job.ended or 0.0) - job.created)) + _FIRST_END
+    return last_id == earlier_id >= _FIRST_END  # from an earlier version
 
 
 def format_event(kind: str, data: dict[str, Any], number: int) -> str:

@@ -8,13 +8,14 @@ import json
 import math
 import random
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from wan.app.run import PATH_SETTINGS, Run
+from wan.serve.needed_fields import FIELD_NAMES, FOLDER, check_needed_fields
 from wan.serve.webhook_hosts import read_url
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.fields import list_options
@@ -29,9 +30,11 @@ from wan.settings.values import (
     format_value,
     integer,
     join_with_or,
+    parse_number,
     read_image_files,
     read_path,
     real,
+    split_list,
 )
 from wan.settings.video_options import INPUT_OPTIONS, MAX_REFERENCE_IMAGES
 
@@ -65,6 +68,7 @@ API_FIELDS = {
     "num_inference_steps": ApiField("sample_steps"),
     "flow_shift": ApiField("sample_shift"),
     "seed": ApiField("base_seed"),
+    "seeds": ApiField("base_seed"),
     "input_reference": ApiField("image"),
     "image_reference": ApiField("image"),
     "reference_url": ApiField("image"),
@@ -114,23 +118,12 @@ API_FIELDS = {
 """Fields of OpenAI's, vllm-omni's, SGLang's and MLPerf's APIs that are no setting's name."""
 FIELD_TO_SETTING = {key: field.setting for key, field in API_FIELDS.items() if field.setting}
 """Field name of another API -> setting."""
-FIELD_NAMES = {
-    "image": "input_reference",
-    "frame_num": "num_frames",
-    "sample_steps": "num_inference_steps",
-    "sample_shift": "flow_shift",
-    "base_seed": "seed",
-    "video_lora": "lora",
-}
-"""Setting -> its field in the schema and in answers, where the two differ."""
 LORAS = ("video_lora", *(k for k, name in FIELD_TO_SETTING.items() if name == "video_lora"))
 """Fields whose value are the LoRAs of a video."""
 SEEDS = ("base_seed", *(k for k, name in FIELD_TO_SETTING.items() if name == "base_seed"))
 """Fields whose value is a seed, or a list of the seeds of several videos."""
 BLOCKS = ("extra_body", "extra_json", "extra_params", "video_params")
 """Fields whose values are JSON objects of further fields."""
-FOLDER = "src_root_path"
-"""Setting whose value is a folder of uploaded files."""
 PICTURES = "src_ref_images"
 """Setting whose value is one or several uploaded files."""
 UPLOADS = tuple(
@@ -164,7 +157,9 @@ COMPUTED_FIELDS = (
     *("guidance_scale", "guidance_scale_2", *_GUIDANCE, *COUNTS),
 )
 """Fields from which settings are computed."""
-_URL_KEYS = ("image_url", "video_url", "audio_url", "url")
+URL_KEYS = ("image_url", "video_url", "audio_url", "url")
+"""Keys of an object that has a data URL."""
+_BASE64_STEP = 65_536  # characters that are decoded at once
 _DATA_URL = re.compile(r"data:[\w.+/-]*(;[\w.+=-]+)*;base64,", re.ASCII | re.IGNORECASE)
 
 
@@ -182,7 +177,7 @@ class ParsedRequest:
     """
 
     settings: dict[str, Any]
-    files: dict[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes | bytearray] = field(default_factory=dict)
     priority: int = 0
     names: dict[str, str] = field(default_factory=dict)
     webhook_url: str | None = None
@@ -218,7 +213,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         InputError: A field is unknown, given twice, or does not fit the loaded model.
     """
     settings: dict[str, Any] = {}
-    files: dict[str, bytes] = {}
+    files: dict[str, bytes | bytearray] = {}
     names: dict[str, str] = {}
     api_fields: dict[str, Any] = {}
     task = run.params.task
@@ -227,7 +222,8 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         key, value = _unwrap_url(key, value)
         name = _find_setting(key, value, run.setup.preset.task)
         if name in names:
-            why = f"means the same as {names[name]}"
+            is_equal = names[name] == key  # such as NAME and NAME[image_url] of a form
+            why = "is given twice" if is_equal else f"means the same as {names[name]}"
             raise InputError(key, why=why, remedy="give one of them")
         if key in COMPUTED_FIELDS:
             api_fields[key] = value
@@ -252,7 +248,10 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
             settings[name] = [value] if is_single_prompt else value
         names[name] = key
     try:
-        _check_prompts(settings, files, task.uploads_without_prompt)
+        _check_prompts(settings, files, run)
+        if "seconds" in api_fields and "src_video" in files and "fps" not in settings:
+            why = "depends on the frame rate of the uploaded video"
+            raise InputError("seconds", why=why, remedy="add fps, or give num_frames instead")
         priority = _apply_api_fields(api_fields, settings, run, models)
         _apply_shape(api_fields, settings, files, run)
         _apply_size(api_fields, settings)
@@ -277,29 +276,23 @@ def check_prompt(text: Any) -> None:
 
 
 def _check_prompts(
-    settings: Mapping[str, Any], files: Mapping[str, bytes], sufficient: Collection[str]
+    settings: Mapping[str, Any], files: Mapping[str, bytes | bytearray], run: Run
 ) -> None:
     """Refuses a request without a prompt; the command line would use an example prompt."""
-    if settings.get("clip_prompts"):
-        prompts = settings["clip_prompts"]
-    elif "prompt" in settings:
-        prompts = [settings["prompt"]]
-    else:
-        uploads = {name.partition("/")[0] for name in files}
-        if sufficient and uploads.issuperset(sufficient):
-            return
-        raise InputError("prompt", why="is missing", remedy="describe the video")
+    prompts = settings.get("clip_prompts") or settings.get("prompt")
+    if not settings.get("clip_prompts") and "prompt" not in settings:
+        sufficient = run.params.task.uploads_without_prompt
+        if not sufficient or not {name.partition("/")[0] for name in files} >= sufficient:
+            check_needed_fields(settings, files, run)
+        return
     for prompt in prompts if isinstance(prompts, list) else [prompts]:
         check_prompt(prompt)
 
 
 def _normalize_value(value: Any) -> object:
     """Returns a value in a form that is equal for equal values of forms and of JSON."""
-    text = str(value).strip().lower()
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    number = parse_number(value)
+    return str(value).strip().lower() if number is None else number
 
 
 def _merge_blocks(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,6 +328,7 @@ def _suggest_field(key: str) -> str:
     flag = FOREIGN_NAMES.get(key.replace("-", "_"), "")
     names = {name for name, flag in FLAGS.items() if flag.line and name not in PATH_SETTINGS}
     similar = [flag] if flag in names else []
+    key = key[:100]  # a comparison takes longer for long names
     similar += get_close_matches(key, (*names, *FIELD_TO_SETTING, *COMPUTED_FIELDS), 1, 0.75)
     return f"did you mean {FIELD_NAMES.get(similar[0], similar[0])}" if similar else "remove it"
 
@@ -352,14 +346,14 @@ def _check_api_field(key: str, value: Any) -> None:
 def _unwrap_url(key: str, value: Any) -> tuple[str, Any]:
     """Unwraps a field NAME[image_url], or a value {"image_url": ...}."""
     match = re.fullmatch(r"(\w+)\[(\w+)\]", key)
-    if match is not None and match[2] in _URL_KEYS:
+    if match is not None and match[2] in URL_KEYS:
         return match[1], value
-    if isinstance(value, Mapping) and len(value) == 1 and {*value} <= {*_URL_KEYS}:
+    if isinstance(value, Mapping) and len(value) == 1 and {*value} <= {*URL_KEYS}:
         return key, next(iter(value.values()))
     return key, value
 
 
-def _decode_pictures(key: str, pictures: Sequence[Any]) -> dict[str, bytes]:
+def _decode_pictures(key: str, pictures: Sequence[Any]) -> dict[str, bytes | bytearray]:
     """Returns the content of several pictures by the name of their file."""
     if len(pictures) > MAX_REFERENCE_IMAGES:  # before any picture is decoded
         why = f"has {len(pictures)} pictures, and at most {MAX_REFERENCE_IMAGES} are allowed"
@@ -370,24 +364,45 @@ def _decode_pictures(key: str, pictures: Sequence[Any]) -> dict[str, bytes]:
     }
 
 
-def _decode_upload(key: str, value: Any) -> bytes:
+def _decode_upload(key: str, value: Any) -> bytes | bytearray:
     """Returns the content of an uploaded file or of a data URL."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     _, value = _unwrap_url(key, value)
-    if isinstance(value, bytes):
+    if isinstance(value, bytes | bytearray):
         return value
     if isinstance(value, Mapping) and "file_id" in value:
         why = "has a file_id, and the service stores no files"
         raise InputError(key, why=why, remedy="send the file or a base64 data URL")
-    prefix = _DATA_URL.match(value) if isinstance(value, str) else None
-    if prefix is None:
-        raise InputError(key, why="must be an uploaded file or a base64 data URL")
+    return decode_data_url(key, [value] if isinstance(value, str) else [])
+
+
+def decode_data_url(key: str, texts: Iterable[str]) -> bytearray:
+    """Decodes the texts that form a base64 data URL; the first one has the media type.
+
+    Raises:
+        InputError: It is no data URL, or its base64 is invalid.
+    """
+    content, encoded, has_prefix = bytearray(), "", False
     try:
-        return base64.b64decode(value[prefix.end() :], validate=True)
+        for text in texts:
+            prefix = None if has_prefix else _DATA_URL.match(text)
+            if prefix is None and not has_prefix:
+                break
+            has_prefix = True
+            encoded += text if prefix is None else text[prefix.end() :]
+            count = (len(encoded) - 4) // 4 * 4 if len(encoded) > _BASE64_STEP else 0
+            if "=" in encoded[:count]:
+                raise ValueError("padding before its end")
+            content += base64.b64decode(encoded[:count], validate=True)
+            encoded = encoded[count:]
+        content += base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
         why = f"is no valid base64 ({error})"
         raise InputError(key, why=why, remedy="encode it again") from error
+    if not has_prefix:
+        raise InputError(key, why="must be an uploaded file or a base64 data URL")
+    return content
 
 
 def _equals_current_value(name: str, value: Any, run: Run) -> bool:
@@ -437,7 +452,10 @@ def _apply_api_fields(
 
 
 def _apply_shape(
-    api_fields: dict[str, Any], settings: Mapping[str, Any], files: Mapping[str, bytes], run: Run
+    api_fields: dict[str, Any],
+    settings: Mapping[str, Any],
+    files: Mapping[str, bytes | bytearray],
+    run: Run,
 ) -> None:
     """Converts `aspect_ratio` and `short_edge` to `width` and `height`, in place.
 
@@ -471,7 +489,8 @@ def _apply_shape(
 def _apply_size(api_fields: Mapping[str, Any], settings: dict[str, Any]) -> None:
     """Writes `size` as WIDTH*HEIGHT, from `size` or from `width` and `height`, in place."""
     if "size" in settings:
-        settings["size"] = str(settings["size"]).replace("x", "*")
+        size = FLAGS["size"].reader("size", settings["size"])
+        settings["size"] = "*".join(map(str, size))
     sides = {name: api_fields[name] for name in ("width", "height") if name in api_fields}
     if len(sides) == 1:
         (name,) = sides
@@ -491,7 +510,7 @@ def _read_seeds(api_fields: Mapping[str, Any], settings: dict[str, Any]) -> list
     """
     seeds = settings.pop("base_seed", -1)
     if isinstance(seeds, str) and "," in seeds:
-        seeds = seeds.split(",")
+        seeds = split_list(seeds)
     if not isinstance(seeds, list):
         seeds = [seeds]
     counts = {

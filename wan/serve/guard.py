@@ -1,4 +1,8 @@
-"""Checks each request before its route: host, origin, API key and size."""
+"""Checks each request before its route: host, origin, API key and size.
+
+Every decision reads the ASGI scope. `request.url` is built from the header `Host`, so that its path
+may differ from the one that is routed.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,14 @@ from contextlib import suppress
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wan.serve.addresses import Network, is_in_networks, split_host
-from wan.serve.page_routes import PAGE_FILES
+from wan.serve.addresses import Network, is_in_networks, normalize_host, split_host
+from wan.serve.operations import PATHS_WITHOUT_KEY
 from wan.serve.repeats import RefusedError
 from wan.serve.responses import make_error_response
 from wan.serve.store import StoreError
 from wan.utils.log import logger
 
 _DISCARD_SECONDS = 5.0  # seconds in which the rest of a refused body is read
-_WITHOUT_KEY = ("/", "/health", "/liveness", *(f"/{name}" for name in PAGE_FILES))
 
 
 class Guard:
@@ -38,14 +41,14 @@ class Guard:
         """Wraps an application.
 
         Args:
-            hosts: Allowed values of the `Host` header, without ports.
+            hosts: Allowed values of the `Host` header; their ports are ignored.
             api_key: Required token of `Authorization: Bearer`; None: no key is required.
             most_bytes: Maximum size of a body.
             is_busy: Returns whether only /health and /liveness are answered.
             origins: Sites whose pages may send requests.
             proxies: Addresses of clients whose `X-Forwarded-Host` is the host that pages use.
         """
-        self._hosts = frozenset(split_host(host)[0] for host in hosts)
+        self._hosts = frozenset((split_host(host) or [normalize_host(host)])[0] for host in hosts)
         self._origins, self._proxies = frozenset(origins), tuple(proxies)
         self._app, self._key, self._max_bytes = app, api_key, most_bytes
         self._is_busy = is_busy
@@ -54,12 +57,12 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if len(scope["path"]) > 1 and scope["path"].endswith("/"):
-            # A redirect would name the host that a proxy uses.
-            path = scope["path"].rstrip("/") or "/"
-            scope = dict(scope) | {"path": path, "raw_path": path.encode()}
+        path = _get_route_path(scope)
+        if path.endswith("/"):  # a redirect would name the host that a proxy uses
+            path, prefix = path.rstrip("/") or "/", scope["path"].removesuffix(path)
+            scope = dict(scope) | {"path": prefix + path, "raw_path": (prefix + path).encode()}
         request = Request(scope)
-        refusal = self._check_request(request)
+        refusal = self._check_request(request, path)
         if refusal is not None:
             await _discard_body(request, receive)
             await make_error_response(request, refusal)(scope, receive, send)
@@ -90,43 +93,62 @@ class Guard:
                 raise
             logger.info("A file was not sent as a whole (%s).", error)  # uvicorn disconnects
 
-    def _check_request(self, request: Request) -> RefusedError | None:
-        host = request.headers.get("host", "")
-        if split_host(host)[0] not in self._hosts:
+    def _check_request(self, request: Request, path: str) -> RefusedError | None:
+        """Returns the refusal of a request, or None. path: the path that is routed."""
+        host = _read_host(request)
+        if host is None or not request.scope["path"].startswith("/"):
+            return RefusedError("The header Host or the request target is malformed.", 421)
+        if host[0] not in self._hosts:
             message = "This host name is not served; start the service with it as --host_name."
             return RefusedError(message, 421)
-        if not self._allows_origin(request):
+        if not self._allows_origin(request, host):
             message = "Pages of other sites may not use this service without --origin."
             return RefusedError(message, 403)
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > 18 or int(length) > self._max_bytes:
             return self._make_too_large_error()
-        if request.url.path not in ("/health", "/liveness") and self._is_busy():
+        if path not in ("/health", "/liveness") and self._is_busy():
             message = "Too many requests are in progress; try again."
             return RefusedError(message, 503, "busy", retry_after=5)
-        if self._key is not None and request.url.path not in _WITHOUT_KEY:
+        if self._key is not None and path not in PATHS_WITHOUT_KEY:
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             token = token.strip() if scheme.lower() == "bearer" else ""
             if not hmac.compare_digest(token.encode(), self._key.encode()):
                 return RefusedError("The API key is missing or wrong.", 401, "invalid_api_key")
         return None
 
-    def _allows_origin(self, request: Request) -> bool:
-        """Returns whether a request is of no page, of a page of this service or of --origin."""
+    def _allows_origin(self, request: Request, host: tuple[str, str] | None) -> bool:
+        """Returns whether a request is of no page, of a page of this service or of --origin.
+
+        host: Name and port of the header `Host`.
+        """
         headers = request.headers
         origin = headers.get("origin")
         if origin is None or origin.lower() in self._origins:
             return True
         if headers.get("sec-fetch-site") == "same-origin":  # pages cannot set this header
             return True
-        host = headers.get("host", "")
         if request.client is not None and is_in_networks(request.client.host, self._proxies):
             forwarded = re.search(r'\bhost="?([^",;\s]+)', headers.get("forwarded", ""), re.I)
-            host = headers.get("x-forwarded-host") or (forwarded[1] if forwarded else host)
-        return split_host(origin.partition("://")[2]) == split_host(host.partition(",")[0])
+            name = headers.get("x-forwarded-host") or (forwarded[1] if forwarded else "")
+            host = split_host(name.partition(",")[0].strip()) if name else host
+        return host is not None and split_host(origin.partition("://")[2]) == host
 
     def _make_too_large_error(self) -> RefusedError:
         return RefusedError(f"The body is too large; {self._max_bytes} bytes are allowed.", 413)
+
+
+def _get_route_path(scope: Scope) -> str:
+    """Returns the path that Starlette routes: without the `root_path` of the server."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    is_below = bool(root) and (path == root or path.startswith(f"{root}/"))
+    return path.removeprefix(root) or "/" if is_below else path
+
+
+def _read_host(request: Request) -> tuple[str, str] | None:
+    """Returns name and port of the header `Host`; None if it is malformed or not given once."""
+    values = request.headers.getlist("host")
+    return split_host(values[0]) if len(values) == 1 else None
 
 
 async def _discard_body(request: Request, receive: Receive) -> None:

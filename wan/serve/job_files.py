@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.headers import read_json
-from wan.serve.fields import FIELD_NAMES, FOLDER, PICTURES, UPLOADS
+from wan.serve.fields import PICTURES, UPLOADS
 from wan.serve.folders import (
     UPLOAD_KIND,
     UPLOAD_PREFIX,
@@ -16,9 +17,22 @@ from wan.serve.folders import (
     remove_job_files,
 )
 from wan.serve.journal import ServiceJob
+from wan.serve.needed_fields import FIELD_NAMES, FOLDER
 from wan.settings.errors import InputError
 from wan.utils.files import write_output
 from wan.utils.log import logger
+
+_NAMES = "names"  # suffix of the file with the clients' names of uploaded files
+
+
+class UploadedFile(bytes):
+    """The content of a file in a form.
+
+    Attributes:
+        name: The client's name of the file.
+    """
+
+    name: str
 
 
 class JobFiles:
@@ -80,12 +94,57 @@ class JobFiles:
         """Returns the size of all files of a job."""
         return sum(path.stat().st_size for path in self.job_folder(job).rglob("*"))
 
-    def write_uploads(self, job: ServiceJob, files: Mapping[str, bytes]) -> None:
+    def write_uploads(self, job: ServiceJob, files: Mapping[str, bytes | bytearray]) -> None:
         """Creates the folder of a job and writes its uploaded files."""
         self.job_folder(job).mkdir()
+        names = {key: file.name for key, file in files.items() if isinstance(file, UploadedFile)}
+        files = {**files, _NAMES: json.dumps(names).encode()} if names else files
         for name, content in files.items():
             with write_output(self.upload_path(job, name), UPLOAD_KIND) as temporary:
                 temporary.write_bytes(content)
+
+    def describe_refusal(
+        self, error: InputError, job: ServiceJob, folder_files: Mapping[str, str]
+    ) -> str:
+        """Returns the sentence of a refusal with fields in place of the paths of uploaded files.
+
+        folder_files: Field -> file of the folder of uploaded files.
+        """
+        names = self._name_uploads(job, folder_files)
+        text = str(error)
+        if name := names.get(str(error.value)):  # the subject names the same field
+            renamed = InputError(name, None, error.why, error.remedy)
+            renamed.naming = error.naming
+            text = str(renamed)
+        for path, name in names.items():
+            text = text.replace(path, name)
+        return text
+
+    def _name_uploads(self, job: ServiceJob, folder_files: Mapping[str, str]) -> dict[str, str]:
+        """Returns the names of the uploaded files and folders of a job by their absolute paths."""
+        names: dict[str, str] = {}
+        for setting, field in job.names.items():
+            path = self.upload_path(job, setting)
+            if setting in folder_files:
+                path = self.upload_path(job, f"{FOLDER}/{folder_files[setting]}")
+            elif path.is_dir():
+                files = sorted(path.iterdir())
+                numbers = range(1, len(files) + 1) if len(files) > 1 else ("",)
+                for file, number in zip(files, numbers, strict=True):
+                    names[str(file.absolute())] = f"the uploaded {field} {number}".rstrip()
+            names[str(path.absolute())] = f"the uploaded {field}"
+        folder_fields = [field for setting, field in job.names.items() if setting in folder_files]
+        folder = str(self.upload_path(job, FOLDER).absolute())
+        return names | {folder: f"the uploaded {' and '.join(folder_fields)}"}
+
+    def read_upload_name(self, job: ServiceJob, path: Path) -> str:
+        """Returns the client's name of an uploaded file; the name of its path if it is unknown."""
+        key = str(path.relative_to(self.job_folder(job))).removeprefix(UPLOAD_PREFIX)
+        try:
+            names = read_json(self.upload_path(job, _NAMES))
+        except InputError:
+            names = {}
+        return str(names.get(key) or f"{job.id}-{path.name}")
 
     def read_uploads(self, job: ServiceJob) -> dict[str, bytes]:
         """Reads the uploaded files of a job, by name."""

@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from wan.serve.journal_file import BUSY, JournalError, JournalFile
+from wan.serve.retries import TaskIndex
 from wan.serve.rows import Row, ServiceJob, make_row, make_tombstone, read_row
 from wan.settings.errors import InputError
 from wan.utils.log import logger
@@ -28,7 +30,11 @@ _TASKS: dict[str, Callable[[ServiceJob], bool]] = {
     "webhook": lambda job: job.has_webhook_event,
     "store": lambda job: job.has_store_task,
 }
+TRUST_SECONDS = 3600.0
+"""Seconds after the start in which a wrong clock of the system can be corrected."""
 _DAY = 86400.0
+_MAX_FORGOTTEN = 500  # jobs that are forgotten at once
+_MAX_WRITTEN = 500  # rows that are written at once
 _LAST_WRITE = 5.0  # seconds to write the last changes when the service stops
 
 
@@ -44,6 +50,7 @@ class Journal:
     Attributes:
         version: Incremented by every change of the queue.
         problem: Why changes cannot be written, as a sentence; None while they can.
+        tasks: The ended jobs with a task left: "webhook" or "store".
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,6 +61,7 @@ class Journal:
         """
         self.version = 0
         self.problem: str | None = None
+        self.tasks = {kind: TaskIndex() for kind in _TASKS}
         self._path = path
         self._open_jobs: dict[str, ServiceJob] = {}
         self._ended_rows: dict[str, bytes] = {}
@@ -61,12 +69,14 @@ class Journal:
         self._new_jobs: dict[str, ServiceJob] = {}  # new jobs, not yet on disk
         self._numbers: dict[str, int] = {}  # id -> number of its row, also of deleted jobs
         self._order: list[tuple[int, str]] = []  # row number and id of jobs that are not deleted
-        self._end_times: list[tuple[float, str]] = []  # end time and id of ended jobs, sorted
+        self._ends: list[tuple[float, str]] = []  # end and id of ended jobs, sorted
+        # End by `time.monotonic` and by the clock, also of deleted jobs.
+        self._end_times: dict[str, tuple[float, float]] = {}
+        self._opened_at = time.monotonic()
+        self._earlier: set[str] = set()  # jobs that had ended before the file was opened
         self._keys: dict[str, str] = {}
-        self._digests: dict[str, list[str]] = {}  # of jobs without a key
         self._counts: Counter[str] = Counter()
         self._bytes = self._last_number = 0
-        self._tasks: dict[str, dict[str, None]] = {name: {} for name in _TASKS}  # ids of jobs
         self._unwritten: dict[str, None] = {}  # ids of changed jobs, in the order of the changes
         self._change_event, self._flush_lock = asyncio.Event(), asyncio.Lock()
         self._failing_since: float | None = None
@@ -150,6 +160,7 @@ class Journal:
 
     def restore_job(self, job: ServiceJob) -> None:
         """Adds a job of an earlier service that is missing in the journal."""
+        self._earlier.add(job.id)
         self._append_job(job)
         self._mark_unwritten(job.id)
 
@@ -174,12 +185,8 @@ class Journal:
         del self._order[bisect_left(self._order, (self._numbers[job.id],))]
         if entry.key is not None and self._keys.get(entry.key) == job.id:
             del self._keys[entry.key]
-        names = self._digests.get(entry.digest, [])
-        if job.id in names:
-            names.remove(job.id)
-            if not names:
-                del self._digests[entry.digest]
         job.state, job.ended, job.bytes = "deleted", time.time(), 0
+        self._earlier.discard(job.id)
         self._add_tombstone(job)
         self._mark_unwritten(job.id)
 
@@ -206,14 +213,34 @@ class Journal:
             self._has_residue |= not self._thread.submit(self._file.vacuum).result()
 
     def forget_deleted(self, has_files: Callable[[str], bool]) -> None:
-        """Removes the rows of jobs without files that were deleted more than a day ago."""
-        cutoff = time.time() - _DAY
-        for name, job in [*self._deleted_jobs.items()]:
-            has_task = any(name in names for names in self._tasks.values())
-            if (job.ended or 0.0) < cutoff and not has_task and not has_files(name):
-                del self._deleted_jobs[name], self._numbers[name]
+        """Removes rows of jobs without files that were deleted more than a day ago: a few of them.
+
+        Those that were deleted first come first.
+        """
+        for name in [*islice(self._deleted_jobs, _MAX_FORGOTTEN)]:
+            if not self.is_older(name, _DAY):
+                break
+            has_task = any(name in index for index in self.tasks.values())
+            if has_task or has_files(name):
+                self._deleted_jobs[name] = self._deleted_jobs.pop(name)  # others come first
+            else:
+                del self._deleted_jobs[name], self._numbers[name], self._end_times[name]
                 self._counts["deleted"] -= 1
                 self._mark_unwritten(name)
+
+    def is_older(self, name: str, seconds: float) -> bool:
+        """Returns whether a job ended, or was deleted, more than some time ago.
+
+        Time is counted by a clock that cannot be set. What happened before the service was started
+        is known by the system's clock only. As that may be wrong, nothing of then is older in the
+        first `TRUST_SECONDS`, nor later if the clock has been corrected.
+        """
+        if name not in self._end_times:
+            return False
+        (ended_at, ended), now = self._end_times[name], time.monotonic()
+        if name in self._earlier and now - self._opened_at < TRUST_SECONDS:
+            return False
+        return now - ended_at > seconds and not 0 <= time.time() - ended < seconds
 
     def get(self, name: str) -> ServiceJob | None:
         """Returns a job by its id; None if it is deleted or unknown."""
@@ -224,13 +251,13 @@ class Journal:
         job = self._deleted_jobs.get(name) or self._find(name)
         return job if job is not None and job.is_ended else None
 
-    def list_tasks(self, kind: str) -> list[str]:
-        """Returns the ids of ended jobs with a task left: "webhook" or "store"."""
-        return [*self._tasks[kind]]
+    def list_known(self) -> frozenset[str]:
+        """Returns the ids of all jobs, also of deleted ones."""
+        return frozenset(self._numbers)
 
     def count_tasks(self, kind: str) -> int:
         """Returns the number of ended jobs with a task left."""
-        return len(self._tasks[kind])
+        return len(self.tasks[kind])
 
     def get_state(self, name: str) -> str | None:
         """Returns the state of a job, also of a deleted one; None if it is unknown."""
@@ -241,15 +268,10 @@ class Journal:
         """Returns the last job with an Idempotency-Key."""
         return self._find(self._keys.get(key, ""))
 
-    def find_by_digest(self, digest: str, since: float) -> ServiceJob | None:
-        """Returns the last job without a key and with this digest, if created after `since`."""
-        job = self._find(self._digests.get(digest, [""])[-1])
-        return job if job is not None and job.created > since else None
-
     def list_page(
         self, after: str | None, limit: int, newest_first: bool, is_open: bool = False
-    ) -> list[ServiceJob]:
-        """Returns up to `limit` jobs by age, starting after the id `after`, also a deleted one.
+    ) -> list[str]:
+        """Returns up to `limit` ids by age, starting after the id `after`, also a deleted one.
 
         is_open: Only queued and running jobs.
         """
@@ -264,8 +286,7 @@ class Journal:
             end = bisect_left(order, (number,))
             begin = bisect_left(order, (number + 1,))
         newest, oldest = order[max(end - limit, 0) : end][::-1], order[begin : begin + limit]
-        names = newest if newest_first else oldest
-        return [job for _, name in names if (job := self._find(name)) is not None]
+        return [name for _, name in (newest if newest_first else oldest)]
 
     def list_in_state(self, *states: str) -> list[ServiceJob]:
         """Returns the queued or running jobs in some states, in the order of execution."""
@@ -275,7 +296,7 @@ class Journal:
     def list_completed(self, count: int) -> list[ServiceJob]:
         """Returns up to `count` completed jobs, newest first."""
         jobs: list[ServiceJob] = []
-        for _, name in reversed(self._end_times):
+        for _, name in reversed(self._ends):
             if len(jobs) == count:
                 break
             job = self._find(name)
@@ -283,10 +304,14 @@ class Journal:
                 jobs.append(job)
         return jobs
 
-    def list_ended_before(self, moment: float, count: int | None = None) -> list[ServiceJob]:
-        """Returns up to `count` jobs that ended before a time, oldest first; None: all."""
-        names = self._end_times[: bisect_left(self._end_times, (moment,))][:count]
-        return [job for _, name in names if (job := self._find(name)) is not None]
+    def list_ended(self, seconds: float = 0.0) -> list[str]:
+        """Returns the ids of the jobs that ended some seconds ago or earlier, oldest first."""
+        end = bisect_left(self._ends, (time.monotonic() - seconds,))
+        return [name for _, name in self._ends[:end]]
+
+    def get_oldest_end(self) -> str | None:
+        """Returns the id of the job that ended first; None if none has ended."""
+        return self._ends[0][1] if self._ends else None
 
     def count_states(self) -> dict[str, int]:
         """Returns the number of jobs in each state."""
@@ -319,6 +344,11 @@ class Journal:
                 why = f"is damaged: a row is not a job ({error})"
                 remedy = "move it away; finished videos are restored from their records"
                 raise InputError(str(self._path), None, why, remedy) from error
+            if job.is_ended:
+                self._earlier.add(job.id)
+            else:
+                job.event_series += 1
+                self._mark_unwritten(job.id)
             if job.state != "deleted":
                 self._append_job(job, row)
                 continue
@@ -327,6 +357,8 @@ class Journal:
             self._add_tombstone(job)  # its residue is of an earlier version or a killed process
             if job.settings:
                 self._mark_unwritten(job.id)
+        for name in sorted(self._deleted_jobs, key=lambda name: self._end_times[name]):
+            self._deleted_jobs[name] = self._deleted_jobs.pop(name)
 
     def _find(self, name: str) -> ServiceJob | None:
         """Returns an open job itself, or a copy of an ended one; None if deleted or unknown."""
@@ -340,15 +372,13 @@ class Journal:
         self._order.append((self._last_number, job.id))
         if job.key is not None:
             self._keys[job.key] = job.id
-        elif job.digest:
-            self._digests.setdefault(job.digest, []).append(job.id)
         self._index_job(job, row)
 
     def _index_job(self, job: ServiceJob, row: Row | None = None) -> None:
         """Adds a job to the index of its state. row: its row, if known."""
         if job.is_ended:
             self._ended_rows[job.id] = marshal.dumps(make_row(job) if row is None else row)
-            insort(self._end_times, (job.ended or 0.0, job.id))
+            insort(self._ends, (self._store_end(job), job.id))
         else:
             self._open_jobs[job.id] = job
         self._index_tasks(job)
@@ -361,22 +391,32 @@ class Journal:
         if job.id not in self._deleted_jobs:
             self._counts["deleted"] += 1
         self._deleted_jobs[job.id] = make_tombstone(job)
+        self._store_end(job)
         self._has_residue = True
         self._index_tasks(self._deleted_jobs[job.id])
+
+    def _store_end(self, job: ServiceJob) -> float:
+        """Stores when a job has ended, once; returns this time by `time.monotonic`.
+
+        A job whose end lies in the future, by a clock that has been set back since, ended just now.
+        """
+        ended = job.ended or 0.0
+        times = self._end_times.get(job.id)
+        if times is None or times[1] != ended:
+            times = time.monotonic() - max(time.time() - ended, 0.0), ended
+            self._end_times[job.id] = times
+        return times[0]
 
     def _index_tasks(self, job: ServiceJob) -> None:
         """Adds a job to the indexes of its tasks, and removes it from the others."""
         for kind, has_task in _TASKS.items():
-            if has_task(job):
-                self._tasks[kind][job.id] = None
-            else:
-                self._tasks[kind].pop(job.id, None)
+            self.tasks[kind].update(job.id, has_task(job))
 
     def _unindex_job(self, job: ServiceJob) -> None:
         """Removes a job from the index of its state."""
         if self._ended_rows.pop(job.id, None) is not None:
-            end = (job.ended or 0.0, job.id)
-            del self._end_times[bisect_left(self._end_times, end)]
+            end = (self._end_times[job.id][0], job.id)
+            del self._ends[bisect_left(self._ends, end)]
         else:
             del self._open_jobs[job.id]
         self._counts[job.state] -= 1
@@ -391,8 +431,10 @@ class Journal:
         self._change_event.set()
 
     def _take_changes(self) -> tuple[dict[str, None], list[tuple[str, Row | None]]]:
-        """Returns the unwritten ids and their rows, and clears the set of unwritten ids."""
-        names, self._unwritten = self._unwritten, {}
+        """Returns some unwritten ids and their rows, and removes them from the unwritten ids."""
+        names = dict.fromkeys(islice(self._unwritten, _MAX_WRITTEN))
+        for name in names:
+            del self._unwritten[name]
         return names, [(name, self._get_row(name)) for name in names]
 
     def _get_row(self, name: str) -> Row | None:
@@ -411,38 +453,48 @@ class Journal:
                 yield row
 
     async def _flush(self, check_file: bool = False) -> bool:
-        """Tries once to write all changes; returns whether it succeeded.
+        """Tries once to write all changes so far; returns whether it succeeded.
 
         Args:
             check_file: Whether to check the file also if nothing has changed.
         """
         async with self._flush_lock:
-            if not self._unwritten and not check_file:
+            num_left = len(self._unwritten)
+            if not num_left and not check_file:
                 return True
-            started_at, loop = time.monotonic(), asyncio.get_running_loop()
-            names, rows = self._take_changes()
-            has_deleted = any(name in self._deleted_jobs for name in names)
-            wait_for_lock = self.problem is None
-            try:
-                await loop.run_in_executor(
-                    self._thread, self._file.write, rows, self._iter_rows, wait_for_lock
-                )
-                if has_deleted:
-                    await loop.run_in_executor(self._thread, self._file.erase_log)
-            except BaseException as error:
-                self._unwritten = names | self._unwritten
-                if not isinstance(error, Exception):
-                    raise
-                self._record_failure(error, started_at)
-                return False
-            for name in names:
-                job = self._new_jobs.pop(name, None)
-                if job is not None:
-                    self._append_job(job)
-            if self.problem is not None:
-                logger.warning("The journal can be written again.")
-            self.problem = self._failing_since = None
-            return True
+            while True:
+                if not await self._write_changes():
+                    return False
+                num_left -= _MAX_WRITTEN
+                if num_left <= 0:
+                    return True
+
+    async def _write_changes(self) -> bool:
+        """Tries once to write the oldest changes; returns whether it succeeded."""
+        started_at, loop = time.monotonic(), asyncio.get_running_loop()
+        names, rows = self._take_changes()
+        has_deleted = any(name in self._deleted_jobs for name in names)
+        wait_for_lock = self.problem is None
+        try:
+            await loop.run_in_executor(
+                self._thread, self._file.write, rows, self._iter_rows, wait_for_lock
+            )
+            if has_deleted:
+                await loop.run_in_executor(self._thread, self._file.erase_log)
+        except BaseException as error:
+            self._unwritten = names | self._unwritten
+            if not isinstance(error, Exception):
+                raise
+            self._record_failure(error, started_at)
+            return False
+        for name in names:
+            job = self._new_jobs.pop(name, None)
+            if job is not None:
+                self._append_job(job)
+        if self.problem is not None:
+            logger.warning("The journal can be written again.")
+        self.problem = self._failing_since = None
+        return True
 
     def _record_failure(self, error: Exception, started_at: float) -> None:
         """Records a failed attempt to write.

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from wan.serve.journal import Journal, ServiceJob
+from wan.serve.slices import Pause
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 
 _OPEN = ("queued", "in_progress")
 _STATES = (*_OPEN, "completed", "failed")
-_MAX_SEARCHED = 1000  # jobs in one request, which block the event loop for some 20 ms
+_MAX_SEARCHED = 1000  # jobs in one request
+_SEARCH_SECONDS = 0.5  # seconds of a search after which its page ends
+_MAX_WORDS = 32
+_MAX_SEARCH_LENGTH = 1000  # characters
 
 
 @dataclass(frozen=True)
@@ -58,27 +63,49 @@ def read_filter(status: str, search: str) -> JobFilter:
     if not {*states} <= {*_STATES}:
         why = f"must be some of {','.join(_STATES)}"
         raise InputError("status", format_value(status), why)
-    return JobFilter(states, tuple(search.lower().split()))
+    terms = tuple(dict.fromkeys(search.lower().split()))
+    for count, most, unit in (
+        (len(search), _MAX_SEARCH_LENGTH, "characters"),
+        (len(terms), _MAX_WORDS, "words"),
+    ):
+        if count > most:
+            why = f"has {count} {unit}, and at most {most} are allowed"
+            raise InputError("search", why=why, remedy="give fewer words")
+    return JobFilter(states, terms)
 
 
-def find_jobs(
-    journal: Journal, job_filter: JobFilter, after: str | None, limit: int, newest_first: bool
+async def find_jobs(
+    journal: Journal,
+    job_filter: JobFilter,
+    after: str | None,
+    limit: int,
+    newest_first: bool,
+    pause: Pause,
 ) -> JobPage:
     """Returns the next jobs of a list that a filter accepts.
 
-    A filter is applied to at most `_MAX_SEARCHED` jobs, so that a page may be empty though
-    `has_more`.
+    A filter is applied to at most `_MAX_SEARCHED` jobs, and for `_SEARCH_SECONDS`, so that a page
+    may be empty though `has_more`.
+
+    Args:
+        after: The id after which the page starts; None: the first page.
+        limit: Jobs of the page at most.
+        pause: Awaited after each job.
     """
     is_open = bool(job_filter.states) and {*job_filter.states} <= {*_OPEN}
     is_filtered = job_filter != JobFilter()
     most = _MAX_SEARCHED if is_filtered and limit else limit
-    searched = journal.list_page(after, most + 1, newest_first, is_open)
+    names = journal.list_page(after, most + 1, newest_first, is_open)
     jobs: list[ServiceJob] = []
-    count = 0
-    for job in searched[:most]:
-        if len(jobs) == limit:
+    count, seconds = 0, 0.0
+    for name in names[:most]:
+        if len(jobs) == limit or seconds > _SEARCH_SECONDS:
             break
         count += 1
-        if job_filter.accepts(job):
+        started_at = time.thread_time()
+        job = journal.get(name)
+        if job is not None and job_filter.accepts(job):
             jobs.append(job)
-    return JobPage(jobs, searched[count - 1].id if count else None, len(searched) > count)
+        seconds += time.thread_time() - started_at
+        await pause()
+    return JobPage(jobs, names[count - 1] if count else None, len(names) > count)

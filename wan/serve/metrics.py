@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from wan.serve import clock
 from wan.serve.journal import ServiceJob
 from wan.serve.service import Service
 
@@ -77,8 +77,9 @@ class Metrics:
             return
         if job.error is not None:
             self._failures.labels(job.error["code"]).inc()
-        started = job.started or time.time()
-        self._queue_seconds.observe(max(started - job.created, 0.0))
+        created = job.created if job.queued_at is None else job.queued_at
+        started = clock.now() if job.started is None else job.started
+        self._queue_seconds.observe(max(started - created, 0.0))
         if event == "failed":
             return
         self._seconds.observe(job.seconds or 0.0)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
 
+from wan.serve.operations import OPERATIONS, Operation
 from wan.serve.request_schema import DATA_URL, RequestSchema, Schema
 from wan.utils.version import __version__
 
-_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-_KEY = {
-    "name": "Idempotency-Key",
-    "in": "header",
-    "schema": {"type": "string"},
-    "description": "A repeated request with this key gets the video of the first one.",
-}
 _URLS = ("image_url", "video_url", "audio_url", "url")
 _STATES = ("queued", "in_progress", "completed", "failed")
-_VARIANTS = {"enum": ["video", "thumbnail", "spritesheet", "preview"]}
 _NUMBER, _TEXT = {"type": "number"}, {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
 _ERROR_CODES = {
@@ -33,13 +26,17 @@ _ERROR_CODES = {
     "503": "The service cannot take jobs now.",
     "507": "The disk is full.",
 }
-_CREATION_ERRORS = ("400", "413", "422", "429", "503", "507")
 
 
-def make_openapi(request: RequestSchema) -> Schema:
+def make_openapi(
+    request: RequestSchema, root_path: str = "", has_random_weights: bool = False
+) -> Schema:
     """Returns the description of all routes.
 
-    request: Fields of a request.
+    Args:
+        request: Fields of a request.
+        root_path: Path below which the routes are served.
+        has_random_weights: Whether the videos are noise.
     """
     return {
         "openapi": "3.1.0",
@@ -47,11 +44,15 @@ def make_openapi(request: RequestSchema) -> Schema:
             "title": "Wan2.2 videos",
             "version": __version__,
             "description": "Defaults are those that the service was started with. Fields that are "
-            "null count as left out. Unknown fields are refused.",
+            "null count as left out. Unknown fields are refused."
+            + " The weights are random, so videos are noise."
+            * has_random_weights,
+            "x-random-weights": has_random_weights,
         },
-        "paths": _list_paths(request) | _list_state_paths(),
+        "servers": [{"url": root_path or "/"}],
+        "paths": _list_paths(request),
         "components": {
-            "schemas": _list_components(request),
+            "schemas": _list_bodies(request) | _list_components(),
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],
@@ -59,110 +60,51 @@ def make_openapi(request: RequestSchema) -> Schema:
 
 
 def _list_paths(request: RequestSchema) -> dict[str, Schema]:
-    """Returns the routes of videos."""
-    video, body = _answer("A video.", "Video"), _make_body(request)
-    return {
-        "/v1/videos": {
-            "post": _operation("createVideo", "Queue a video", video, _CREATION_ERRORS, body)
-            | {"parameters": [_KEY]},
-            "get": _operation("listVideos", "List videos", _answer("Videos.", "Videos"), ("400",))
-            | {"parameters": _list_query_parameters()},
-        },
-        "/v1/videos/{id}": {
-            "parameters": [_ID],
-            "get": _operation("getVideo", "Return a video", video, ("404",)),
-            "delete": _operation(
-                "deleteVideo", "Delete a video, or cancel it", _answer("Deleted.", "DeletedVideo"),
-                ("404",),
-            ),
-        },
-        "/v1/videos/{id}/content": {
-            "parameters": [_ID],
-            "get": _operation(
-                "getContent", "Download a video or a picture of it", _file("video/mp4"),
-                ("400", "404", "410", "416"),
-            )
-            | {"parameters": [_query("variant", _VARIANTS), _query("index", _COUNT)]},
-        },
-        "/v1/videos/{id}/events": {
-            "parameters": [_ID],
-            "get": _operation(
-                "streamEvents", "Stream the progress", _file("text/event-stream"), ("404", "503")
-            ),
-        },
-        "/v1/videos/{id}/inputs/{field}": {
-            "parameters": [_ID, _ID | {"name": "field"}],
-            "get": _operation(
-                "getInput",
-                "Download an uploaded file of a request",
-                _file("application/octet-stream"),
-                ("404",),
-            )
-            | {"parameters": [_query("index", _COUNT)]},
-        },
-        "/v1/videos/{id}/remix": {
-            "parameters": [_ID],
-            "post": _operation(
-                "remixVideo",
-                "Queue a video with the same settings and files and another prompt",
-                video,
-                (*_CREATION_ERRORS, "404"),
-                {
-                    "application/json": {
-                        "schema": {
-                            "type": "object",
-                            "properties": {
-                                name: request.properties[name] for name in ("prompt", "webhook_url")
-                            },
-                            "required": ["prompt"],
-                        }
-                    }
-                },
-            ),
-        },
-        "/v1/videos/sync": {
-            "post": _operation(
-                "createVideoAndWait", "Wait for a video", _file("video/mp4"),
-                (*_CREATION_ERRORS, "500"), body,
-            )
-            | {"parameters": [_KEY]},
-        },
-    }  # fmt: skip
+    """Returns the routes with their methods."""
+    paths: dict[str, Schema] = {}
+    for operation in OPERATIONS:
+        entry = paths.setdefault(operation.path, {})
+        if names := re.findall(r"{(\w+)}", operation.path):
+            entry["parameters"] = [_describe_name(name) for name in names]
+        described = _describe_operation(operation, request)
+        entry[operation.method.lower()] = described
+        if operation.method == "GET":
+            entry["head"] = _describe_head(described)
+    return paths
 
 
-def _list_state_paths() -> dict[str, Schema]:
-    """Returns the routes of the service's state."""
-    health = _operation("getHealth", "State of the service", _answer("Ready.", "Health"), ())
-    health["responses"]["503"] = _answer("Not ready.", "Health")["200"]
-    models = _operation("listModels", "Names of the loaded model", _answer("Names.", "Models"), ())
-    loras = _operation("listLoras", "LoRAs that requests may name", _answer("LoRAs.", "Loras"), ())
-    return {"/v1/models": {"get": models}, "/v1/loras": {"get": loras}, "/health": {"get": health}}
+def _describe_name(name: str) -> Schema:
+    """Returns the description of a parameter in a path."""
+    return {"name": name, "in": "path", "required": True, "schema": _TEXT}
 
 
-def _operation(
-    name: str,
-    summary: str,
-    answers: Mapping[str, Any],
-    errors: tuple[str, ...],
-    content: Mapping[str, Any] | None = None,
-) -> Schema:
-    """Returns an operation.
-
-    Args:
-        content: Media type -> schema of the body; None: no body.
-    """
-    refusals = {
-        code: {"description": _ERROR_CODES[code]} | _make_json_content("Error")
-        for code in sorted({*errors, "401"} - ({"401"} if name == "getHealth" else set()))
+def _describe_operation(operation: Operation, request: RequestSchema) -> Schema:
+    """Returns the description of a method of a route."""
+    codes = sorted({*operation.errors, *(("401",) if operation.needs_key else ())})
+    answer: Schema = {"description": "The file.", "content": {operation.answer: {}}}
+    if "/" not in operation.answer:
+        answer = {"description": "The answer."} | _make_json_content(operation.answer)
+    refusal = _make_json_content(operation.error_answer)
+    entry: Schema = {
+        "operationId": operation.id,
+        "summary": operation.summary,
+        "responses": {"200": answer}
+        | {code: {"description": _ERROR_CODES[code]} | refusal for code in codes},
     }
-    operation = {
-        "operationId": name,
-        "summary": summary,
-        "responses": dict(answers) | refusals,
+    if operation.parameters:
+        entry["parameters"] = [*operation.parameters]
+    if operation.body is not None:
+        entry["requestBody"] = {"required": True, "content": _make_body(operation.body, request)}
+    return entry if operation.needs_key else entry | {"security": []}
+
+
+def _describe_head(entry: Schema) -> Schema:
+    """Returns the description of HEAD, which answers as GET does and without a body."""
+    name = entry["operationId"]
+    answers = {
+        code: {"description": answer["description"]} for code, answer in entry["responses"].items()
     }
-    if content is not None:
-        operation["requestBody"] = {"required": True, "content": content}
-    return operation
+    return entry | {"operationId": f"head{name[:1].upper()}{name[1:]}", "responses": answers}
 
 
 def _make_json_content(component: str) -> Schema:
@@ -170,63 +112,47 @@ def _make_json_content(component: str) -> Schema:
     return {"content": {"application/json": {"schema": schema}}}
 
 
-def _answer(description: str, component: str) -> Schema:
-    """Returns the answer 200 with a JSON object."""
-    return {"200": {"description": description} | _make_json_content(component)}
-
-
-def _file(media_type: str) -> Schema:
-    """Returns the answer 200 with a file."""
-    return {"200": {"description": "The file.", "content": {media_type: {}}}}
-
-
-def _query(name: str, schema: Schema) -> Schema:
-    return {"name": name, "in": "query", "schema": schema}
-
-
-def _list_query_parameters() -> list[Schema]:
-    """Returns the parameters of the list of videos."""
-    return [
-        _query("after", _TEXT),
-        _query("limit", {"type": "integer", "minimum": 0, "maximum": 100, "default": 20}),
-        _query("order", {"enum": ["asc", "desc"], "default": "desc"}),
-        _query("status", _TEXT)
-        | {
-            "description": "only these, separated by commas: queued, in_progress, completed, failed"
-        },
-        _query("search", _TEXT) | {"description": "only videos with all of these words"},
-    ]
-
-
-def _make_body(request: RequestSchema) -> Schema:
-    """Returns the bodies of a request: JSON, or a form with files."""
+def _make_body(component: str, request: RequestSchema) -> Schema:
+    """Returns the bodies of a request: JSON, or a form, whose files are sent as they are."""
+    schema = _list_bodies(request)[component]
     form = {
         name: {"contentMediaType": "application/octet-stream"} if name in request.files else entry
-        for name, entry in request.properties.items()
+        for name, entry in schema["properties"].items()
     }
-    encoding = {name: {"contentType": media} for name, media in request.files.items()}
-    schema = {"type": "object", "properties": form, "required": [*request.required]}
+    encoding = {name: {"contentType": request.files[name]} for name in form.keys() & request.files}
+    return dict(_make_json_content(component)["content"]) | {
+        "multipart/form-data": {"schema": schema | {"properties": form}, "encoding": encoding}
+    }
+
+
+def _list_bodies(request: RequestSchema) -> dict[str, Schema]:
+    """Returns the schemas of requests."""
+    video = request.make_object_schema()
+    remix = {name: request.properties[name] for name in ("prompt", "webhook_url")}
+    forms = {
+        "response_format": {"enum": ["video_bytes", "video_path"], "default": "video_bytes"},
+        "output_format": {"enum": ["mp4", "auto"]},
+    }
     return {
-        "application/json": {"schema": {"$ref": "#/components/schemas/VideoRequest"}},
-        "multipart/form-data": {"schema": schema, "encoding": encoding},
+        "VideoRequest": video,
+        "GenerationRequest": video | {"properties": request.properties | forms},
+        "RemixRequest": {
+            "type": "object",
+            "properties": remix,
+            "required": ["prompt"],
+            "additionalProperties": False,
+        },
     }
 
 
-def _list_components(request: RequestSchema) -> dict[str, Schema]:
-    """Returns the schemas of requests and answers."""
+def _list_components() -> dict[str, Schema]:
+    """Returns the schemas of answers, and of files in requests."""
     one_url = [{"required": [key], "properties": {key: DATA_URL}} for key in _URLS]
     error = {"message": _TEXT, "type": _TEXT, "param": _nullable(_TEXT), "code": _nullable(_TEXT)}
     page = {"data": {"type": "array", "items": {"$ref": "#/components/schemas/Video"}}}
     page |= {"has_more": {"type": "boolean"}}
     page |= {"first_id": _nullable(_TEXT), "last_id": _nullable(_TEXT)}
-    model = _make_object({"id": _TEXT, "object": {"const": "model"}})
     return {
-        "VideoRequest": {
-            "type": "object",
-            "properties": request.properties,
-            "required": [*request.required],
-            "additionalProperties": False,
-        },
         "FileReference": {
             "description": "a base64 data URL, also in an object",
             "anyOf": [DATA_URL, {"type": "object", "maxProperties": 1, "anyOf": one_url}],
@@ -236,15 +162,13 @@ def _list_components(request: RequestSchema) -> dict[str, Schema]:
         "DeletedVideo": _make_object(
             {"id": _TEXT, "object": {"const": "video.deleted"}, "deleted": {"const": True}}
         ),
-        "Models": _make_object(
-            {"object": {"const": "list"}, "data": {"type": "array", "items": model}}
-        ),
-        "Loras": _make_object(
-            {
-                "object": {"const": "list"},
-                "data": {"type": "array", "items": _make_object({"name": _TEXT})},
-            }
-        ),
+        "Generation": {
+            "type": "object",
+            "properties": {"video_id": _TEXT, "video_bytes": _TEXT, "video_path": _TEXT},
+            "required": ["video_id"],
+        },
+        "Models": _make_list(_make_object({"id": _TEXT, "object": {"const": "model"}})),
+        "Loras": _make_list(_make_object({"name": _TEXT})),
         "Health": _make_object(
             {
                 "status": _TEXT,
@@ -255,8 +179,15 @@ def _list_components(request: RequestSchema) -> dict[str, Schema]:
                 "seconds_ahead": _NUMBER,
             }
         ),
+        "Liveness": _make_object({"status": {"const": "ok"}}),
+        "Description": _make_object({"openapi": _TEXT, "paths": {"type": "object"}}),
         "Error": _make_object({"error": _make_object(error)}),
     }
+
+
+def _make_list(item: Schema) -> Schema:
+    """Returns the schema of a list that comes as a whole."""
+    return _make_object({"object": {"const": "list"}, "data": {"type": "array", "items": item}})
 
 
 def _list_video_properties() -> dict[str, Schema]:

@@ -31,6 +31,7 @@ from wan.settings.errors import (
     InputError,
     NotFiniteError,
     WriteError,
+    escape_controls,
     get_exit_code,
     is_disk_full,
     is_out_of_memory,
@@ -38,6 +39,7 @@ from wan.settings.errors import (
 from wan.settings.flags import read_settings
 from wan.utils import env, log
 from wan.utils.log import logger
+from wan.utils.text_streams import set_up_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,6 +128,7 @@ class RankWorker:
         team: ParallelGroups | None,
         link: FrontLink,
         max_cached_prompts: int,
+        notices: Sequence[str] = (),
     ) -> None:
         """Prepares a rank.
 
@@ -133,6 +136,7 @@ class RankWorker:
             shared: Settings of all videos.
             team: None for one process.
             max_cached_prompts: Number of prompts whose embeddings stay in host memory.
+            notices: Those that the front has logged at its start.
         """
         from wan.distributed.gloo_group import GlooGroup
 
@@ -141,7 +145,7 @@ class RankWorker:
         self._control = GlooGroup(team)
         self._is_main = team is None or team.is_main
         self._resolve_settings = resolve.make_line_resolver(shared)
-        self._max_cached_prompts = max_cached_prompts
+        self._max_cached_prompts, self._start_notices = max_cached_prompts, notices
         self._embeds: dict[str, Tensor] = {}  # of the last prompts, newest first
         if self._is_main:
             pipeline.stage_timer.on_stage = self._report_stage
@@ -193,6 +197,7 @@ class RankWorker:
         def make_video(job: RunningJob, latents: Callable[[], Tensor]) -> RunningJob:
             self._pipeline.device.reset_peak_memory()
             logger.info("%s", job.name)
+            job.video.log_notices(job.name, {*self._start_notices})
             if len(jobs) == 1:
                 self._embed_prompts(jobs)
             else:  # its last step may be long ago
@@ -261,7 +266,7 @@ class RankWorker:
 
 def _classify_error(error: BaseException) -> tuple[str, str]:
     """Returns the error code and the message for the user."""
-    sentence = failures.describe_error(error) or f"{type(error).__name__}: {error}"
+    sentence = failures.describe_error(error) or escape_controls(f"{type(error).__name__}: {error}")
     if isinstance(error, EndedError):
         return error.code, str(error)
     if isinstance(error, NotFiniteError):
@@ -292,7 +297,7 @@ def _serve_rank(front: Mapping[str, Any], run: Run, team: ParallelGroups | None)
         device = devices.select_device(run.setup.execution.device) if team is None else team.device
         pipeline = build.build_pipeline(run.setup, device, team)
         shared = read_settings(front["settings"])
-        code = RankWorker(shared, pipeline, team, link, front["texts"]).serve()
+        code = RankWorker(shared, pipeline, team, link, front["texts"], run.notices).serve()
         if team is not None:
             team.close()
         return code
@@ -311,6 +316,7 @@ def run_rank(front: Path) -> int:
     Returns:
         The exit codes of generate.py.
     """
+    set_up_text()
     try:
         with failures.raise_on_sigterm():
             log.set_up_logging(env.rank() == 0)
@@ -318,7 +324,9 @@ def run_rank(front: Path) -> int:
             front_info = read_front_file(front)
             read_shared = partial(read_settings, front_info["settings"])
             execute = partial(_serve_rank, front_info)
-            return launch.execute_run(read_shared, execute, require_inputs=False)
+            return launch.execute_run(
+                read_shared, execute, require_inputs=False, program="wan.serve"
+            )
     except BaseException as error:
         sentence = failures.describe_error(error)
         if sentence is None:

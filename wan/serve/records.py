@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from datetime import datetime
 from itertools import count
@@ -13,12 +12,14 @@ from typing import Any
 
 from wan.app.run import PATH_SETTINGS
 from wan.checkpoint.headers import read_json
-from wan.serve.fields import FOLDER, UPLOADS
+from wan.serve.fields import UPLOADS
 from wan.serve.folders import JOB_ID, make_output_stem
 from wan.serve.journal import Journal
+from wan.serve.needed_fields import FOLDER
 from wan.serve.rows import ServiceJob
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, read_settings
+from wan.settings.values import parse_number
 from wan.utils.files import RECORD_KIND, VIDEO_KIND, is_output
 from wan.utils.log import logger
 
@@ -57,13 +58,17 @@ def restore_finished_jobs(jobs: Path, journal: Journal) -> None:
         logger.warning(message, num_restored, jobs)
 
 
-def list_stored_jobs(jobs: Path, journal: Journal) -> list[ServiceJob]:
+def list_stored_jobs(jobs: Path, listed_ids: Container[str]) -> list[ServiceJob]:
     """Returns the jobs that are missing in the journal and have records, but no local videos.
 
     Their videos are in a store, unless someone has removed them.
+
+    Args:
+        jobs: The parent of the jobs' folders.
+        listed_ids: The ids of all jobs of the journal, also of deleted ones.
     """
     folders = (path for path in jobs.iterdir() if JOB_ID.fullmatch(path.name))
-    unlisted = (path for path in folders if journal.get_state(path.name) is None)
+    unlisted = (path for path in folders if path.name not in listed_ids)
     without_video = (path for path in unlisted if not any(path.glob("*.mp4")))
     stored_jobs = (read_finished_job(path, is_stored=True) for path in without_video)
     return sorted(filter(None, stored_jobs), key=lambda job: job.created)
@@ -144,8 +149,8 @@ def _make_completed_job(name: str, record: Mapping[str, Any]) -> ServiceJob:
 
 def _parse_bounded_number(value: Any, minimum: float = 0.0) -> float:
     """Returns a number; raises ValueError if it is not finite or below `minimum`."""
-    number = float(value)
-    if not minimum <= number < 1e12 or not math.isfinite(number):
+    number = parse_number(value)
+    if number is None or not minimum <= number < 1e12:
         raise ValueError(f"{value} is out of range")
     return number
 

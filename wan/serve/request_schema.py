@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from mimetypes import guess_type
 from typing import Any
 
 from wan.app.run import PATH_SETTINGS, Run
 from wan.serve import fields
-from wan.serve.fields import FIELD_NAMES
 from wan.serve.journal import ServiceJob
+from wan.serve.needed_fields import FIELD_NAMES, list_needed_fields
 from wan.settings.fields import REQUIRED, Option
 from wan.settings.flags import FLAGS, GROUPS
-from wan.settings.presets import PRESETS, Preset
+from wan.settings.presets import Preset
 from wan.settings.values import integer, real
-from wan.tasks.base import TASKS
 
 Schema = dict[str, Any]
 TITLES = {
@@ -45,6 +43,7 @@ TITLES = {
     "sigmas": "Noise table",
 }
 """Field -> its title, where that is not its name."""
+_FIELD_NAMING = fields.make_field_naming(FIELD_NAMES)
 DATA_URL: Schema = {"type": "string", "pattern": "^data:.*;base64,"}
 _ANY_REFERENCE = {"$ref": "#/components/schemas/FileReference"}
 _GUIDANCE_SCHEMA = dict(real(0, 100, exclude_min=True).schema)
@@ -61,10 +60,14 @@ class RequestSchema:
     Attributes:
         properties: Field -> JSON Schema.
         required: Required fields.
+        required_one: Fields of which at least one is required.
+        required_with: Switch -> the fields that are required with it.
     """
 
     properties: dict[str, Schema]
     required: tuple[str, ...]
+    required_one: tuple[str, ...] = ()
+    required_with: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def files(self) -> dict[str, str]:
@@ -72,6 +75,23 @@ class RequestSchema:
         return {
             name: entry["x-media"] for name, entry in self.properties.items() if "x-media" in entry
         }
+
+    def make_object_schema(self) -> Schema:
+        """Returns the schema of the whole request."""
+        schema: Schema = {
+            "type": "object",
+            "description": "A required field may also have another of its names, x-alias-of, or be "
+            "in an object of further fields.",
+            "properties": self.properties,
+            "required": [*self.required],
+            "additionalProperties": False,
+        }
+        if self.required_one:
+            schema["anyOf"] = [{"required": [name]} for name in self.required_one]
+        for name, needed in self.required_with.items():
+            schema["if"] = {"properties": {name: {"const": True}}, "required": [name]}
+            schema["then"] = {"required": [*needed]}
+        return schema
 
 
 def make_request_schema(
@@ -95,15 +115,19 @@ def make_request_schema(
     for name in ("prompt", "negative_prompt"):
         properties[name]["maxLength"] = max_characters
     properties["prompt"]["pattern"] = r"\S"
-    files = _list_files(run)
-    if not files:  # an image would decide the shape
-        size = properties["size"]
-        size["description"] = size["description"].partition(";")[0]
-    properties |= files | _list_computed_fields(run, models)
+    properties |= _list_files(run) | _list_computed_fields(run, models)
     ordered = sorted(properties, key=lambda name: _rank_field(name, properties[name]))
     properties = {name: {"title": _make_title(name)} | properties[name] for name in ordered}
     properties |= _list_aliases(properties, run) | _list_foreign_fields(properties)
-    return RequestSchema(properties, () if run.params.task.uploads_without_prompt else ("prompt",))
+    groups = list_needed_fields(run, bool(run.params.replace_flag))
+    single, several = ([x for x in groups if (len(x) > 1) == more] for more in (False, True))
+    scene = run.params.task.scene_uploads if not run.params.replace_flag else ()
+    return RequestSchema(
+        properties,
+        tuple(name for (name,) in single),
+        next(iter(several), ()),
+        {"replace_flag": scene} if scene else {},
+    )
 
 
 def make_request_fields(job: ServiceJob) -> dict[str, Any]:
@@ -173,18 +197,8 @@ def _read_defaults() -> dict[str, Any]:
 
 
 def _describe_setting(flag: Option, preset: Preset) -> Schema:
-    """Returns the schema of a setting; its help text without the default and other tasks."""
-    text = re.sub(r"\s*\(default[^()]*\)|; default[^()]*(?=\))|, separated by .*", "", flag.help)
-    text = re.sub(r"--(\w+)", lambda match: FIELD_NAMES.get(match[1], match[1]), text)
-    names = {preset.task, preset.kind, preset.model_type}
-    kinds = "|".join(sorted({*PRESETS, *TASKS, "flf2v"}, reverse=True))  # longest first
-    need = re.compile(rf"((?:{kinds})(?:, (?:{kinds}))*): ([^;,()]+)")
-
-    def describe_need(match: re.Match[str]) -> str:
-        needs = [text for tasks, text in need.findall(match[1]) if names & {*tasks.split(", ")}]
-        return f" ({needs[0]})" if needs else ""
-
-    text = re.sub(rf" \(((?:{kinds})\b[^()]*)\)", describe_need, text)
+    """Returns the schema of a setting with its meaning for the running task."""
+    text = flag.meaning.describe(preset.kind, _FIELD_NAMING)
     entry: Schema = dict(flag.reader.schema) | {"description": text}
     return entry | ({"x-common": True} if flag.common else {})
 
@@ -214,8 +228,8 @@ def _list_files(run: Run) -> dict[str, Schema]:
             files[FIELD_NAMES.get(name, name)] = entry
     for name, file in run.params.task.upload_names.items():
         media = f"{(guess_type(file)[0] or '').partition('/')[0]}/*"
-        is_needed = file in FLAGS[fields.FOLDER].help
-        text = f"{file} of the preprocessed folder{' (needed)' if is_needed else ''}"
+        is_scene = name in run.params.task.scene_uploads
+        text = f"{file} of the preprocessed folder{', for replace_flag' if is_scene else ''}"
         files[name] = _ANY_REFERENCE | {"description": text, "x-media": media, "x-common": True}
     return files
 
@@ -233,7 +247,8 @@ def _list_computed_fields(run: Run, models: Sequence[str]) -> dict[str, Schema]:
             "type": "string",
             "pattern": "^https?://",
             "examples": ["https://hooks.example/video"],
-            "description": "address that is told the end of the video, if --webhook_hosts has it",
+            "description": "address that gets the end of the video, on a host that this service "
+            "allows",
         },
     }
     if run.params.boundary is None:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Any, BinaryIO, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Match
 
 from wan.serve.journal import ServiceJob
 from wan.serve.repeats import RefusedError
 from wan.serve.request_schema import make_request_fields
 from wan.serve.service import Service
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, escape_controls
 from wan.utils.log import logger
+
+T = TypeVar("T")
+
+_PIECE = 262_144  # bytes that are encoded at once
 
 
 def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
@@ -61,7 +67,10 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
         select_record_fields(service.files.read_record(job, index))
         for index in range(job.num_completed)
     ]
-    video["data"] = [_make_output_object(job, index, records) for index in range(job.num_outputs)]
+    video["data"] = [
+        _make_output_object(job, index, records, service.root_path)
+        for index in range(job.num_outputs)
+    ]
     if not job.is_ended:
         position, seconds = service.estimates.estimate_end(job)
         seconds_left = None if seconds is None else round(seconds, 1)
@@ -80,13 +89,14 @@ def make_file_name(job: ServiceJob, index: int, suffix: str = ".mp4") -> str:
 
 
 def _make_output_object(
-    job: ServiceJob, index: int, records: Sequence[dict[str, Any]]
+    job: ServiceJob, index: int, records: Sequence[dict[str, Any]], root_path: str
 ) -> dict[str, Any]:
     """Returns the description of one of the videos of a job.
 
     records: The record fields of the complete videos.
     """
     is_complete = index < len(records)
+    path = f"{root_path}/v1/videos/{job.id}/content?index={index}"
     status = "completed" if is_complete else job.state
     if status == "in_progress" and index > len(records):
         status = "queued"
@@ -95,7 +105,7 @@ def _make_output_object(
         "seed": job.seeds[index] if job.seeds else None,
         "status": status,
         "file_name": make_file_name(job, index) if is_complete else None,
-        "url": f"/v1/videos/{job.id}/content?index={index}" if is_complete else None,
+        "url": path if is_complete else None,
         **(records[index] if is_complete else {}),
     }
 
@@ -130,6 +140,64 @@ def select_record_fields(record: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+async def wait_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of a coroutine, which is cancelled when the client disconnects.
+
+    Raises:
+        ClientDisconnect: The client has disconnected.
+    """
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.create_task(work), asyncio.create_task(wait_for_disconnect())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return await tasks[0]
+        raise ClientDisconnect
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def make_base64_response(
+    fields: Mapping[str, str], name: str, size: int, content: AsyncIterator[bytes]
+) -> Response:
+    """Returns a JSON object with a file in base64 as its last field, which is sent in pieces.
+
+    Args:
+        fields: The other fields, at least one.
+        name: The field of the file.
+        size: Bytes of the file.
+        content: The file.
+    """
+    head, end = f'{json.dumps(fields)[:-1]},"{name}":"'.encode(), b'"}'
+
+    async def iter_pieces() -> AsyncIterator[bytes]:
+        yield head
+        remainder = b""
+        async for part in content:
+            for start in range(0, len(part), _PIECE):
+                remainder += part[start : start + _PIECE]
+                count = len(remainder) // 3 * 3
+                yield base64.b64encode(remainder[:count])
+                remainder = remainder[count:]
+        yield base64.b64encode(remainder) + end
+
+    length = len(head) + 4 * -(-size // 3) + len(end)
+    headers = {"content-length": str(length)}
+    return StreamingResponse(iter_pieces(), headers=headers, media_type="application/json")
+
+
+async def iter_file(file: BinaryIO) -> AsyncIterator[bytes]:
+    """Yields the content of a file, which is read in threads, and closes it."""
+    with file:
+        while part := await asyncio.to_thread(file.read, 4 * _PIECE):
+            yield part
+
+
 def make_gone_error(why: str) -> RefusedError:
     """Returns the refusal for a video whose file cannot be sent."""
     return RefusedError(f"The file of this video {why}; delete it.", 410, "gone", "video_id")
@@ -149,7 +217,12 @@ def make_error_response(request: Request, error: Exception) -> Response:
     headers: dict[str, str] = {}
     should_retry = False
     if isinstance(error, RefusedError):
-        status, code, param, message = error.status, error.code, error.param, str(error)
+        status, code, param, message = (
+            error.status,
+            error.code,
+            error.param,
+            escape_controls(str(error)),
+        )
         headers |= error.headers
         should_retry = error.retry_after is not None
         if error.retry_after is not None:
@@ -179,5 +252,5 @@ def make_error_response(request: Request, error: Exception) -> Response:
 
 def answer_disconnect(request: Request, _: Exception) -> Response:
     """Returns status 499 for a client that has disconnected; this is not logged as an error."""
-    logger.debug("A client disconnected from %s.", request.url.path)
+    logger.debug("A client disconnected from %s.", request.scope["path"])
     return Response(status_code=499)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import json
 import os
@@ -21,12 +20,16 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from wan.serve import fields, listing, page_routes, pictures
-from wan.serve.bodies import read_body
+from wan.serve.bodies import call_by_size, count_file_bytes, read_body
 from wan.serve.events import MAX_LISTENERS, JobEvents
 from wan.serve.journal import ServiceJob
 from wan.serve.metrics import Metrics
+from wan.serve.needed_fields import check_needed_fields
+from wan.serve.operations import OPERATIONS
 from wan.serve.repeats import RefusedError, hash_request
 from wan.serve.responses import (
+    iter_file,
+    make_base64_response,
     make_file_name,
     make_gone_error,
     make_video_object,
@@ -34,9 +37,9 @@ from wan.serve.responses import (
 )
 from wan.serve.service import Service
 from wan.serve.store import Store
-from wan.serve.stored_files import make_stored_response, read_stored_file
+from wan.serve.stored_files import iter_stored_file, make_stored_response
 from wan.serve.webhook_hosts import read_url
-from wan.settings.values import integer
+from wan.settings.values import format_value, integer
 
 _POLL_SECONDS = 1.0  # seconds; shortest polling interval of clients and of the synchronous routes
 _DELETION_SECONDS = 15.0  # seconds to wait until a deletion is written to the journal
@@ -56,25 +59,27 @@ class Routes:
         self._events = JobEvents(service, partial(make_video_object, service), max_listeners)
 
     def list_routes(self) -> list[Route]:
-        """Returns the Starlette routes."""
-        service, video_route = self._service, "/v1/videos/{id}"
+        """Returns the Starlette routes of all operations."""
+        handlers = page_routes.make_page_handlers(self._service) | {
+            "createVideo": self.create,
+            "createVideoAndWait": self.sync,
+            "generateVideo": self.generations,
+            "listVideos": self.list,
+            "getVideo": self.retrieve,
+            "deleteVideo": self.delete,
+            "getContent": self.content,
+            "getInput": self.input,
+            "streamEvents": self.events,
+            "remixVideo": self.remix,
+            "listModels": self.models,
+            "listLoras": self.loras,
+            "getHealth": self.health,
+            "getLiveness": self.liveness,
+            "getMetrics": self.metrics,
+        }
         return [
-            *page_routes.list_page_routes(service),
-            Route("/health", self.health),
-            Route("/liveness", lambda _: JSONResponse({"status": "ok"})),
-            Route("/metrics", self.metrics),
-            Route("/v1/models", self.models),
-            Route("/v1/loras", self.loras),
-            Route("/v1/videos", self.create, methods=["POST"]),
-            Route("/v1/videos", self.list),
-            Route("/v1/videos/sync", self.sync, methods=["POST"]),
-            Route("/v1/videos/generations", self.generations, methods=["POST"]),
-            Route(video_route, self.retrieve),
-            Route(video_route, self.delete, methods=["DELETE"]),
-            Route(f"{video_route}/content", self.content),
-            Route(f"{video_route}/inputs/{{field}}", self.input),
-            Route(f"{video_route}/events", self.events),
-            Route(f"{video_route}/remix", self.remix, methods=["POST"]),
+            Route(operation.path, handlers[operation.id], methods=[operation.method])
+            for operation in OPERATIONS
         ]
 
     async def create(self, request: Request) -> Response:
@@ -93,7 +98,7 @@ class Routes:
         return JSONResponse(answer, 200 if is_recorded else 202)
 
     async def list(self, request: Request) -> Response:
-        query = request.query_params
+        query = _read_query(request)
         order, limit = query.get("order", "desc"), query.get("limit", "20")
         if order not in ("asc", "desc"):
             raise RefusedError("order must be asc or desc.", param="order")
@@ -102,19 +107,23 @@ class Routes:
             self._service.find_job(after)
         job_filter = listing.read_filter(query.get("status", ""), query.get("search", ""))
         max_jobs = integer(0, 100)("limit", limit)
-        page = listing.find_jobs(
-            self._service.journal, job_filter, after, max_jobs, order == "desc"
-        )
-        data = [make_video_object(self._service, job) for job in page.jobs]
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": data,
-                "has_more": page.has_more,
-                "first_id": data[0]["id"] if data else None,
-                "last_id": page.last_id,
-            }
-        )
+        async with self._service.slices.begin() as pause:
+            page = await listing.find_jobs(
+                self._service.journal, job_filter, after, max_jobs, order == "desc", pause
+            )
+            videos: list[str] = []
+            for job in page.jobs:
+                video = make_video_object(self._service, job)
+                videos.append(json.dumps(video, ensure_ascii=False, separators=(",", ":")))
+                await pause()
+        page_fields = {
+            "object": "list",
+            "has_more": page.has_more,
+            "first_id": page.jobs[0].id if page.jobs else None,
+            "last_id": page.last_id,
+        }
+        content = f'{json.dumps(page_fields)[:-1]},"data":[{",".join(videos)}]}}'
+        return Response(content, media_type="application/json")
 
     async def content(self, request: Request) -> Response:
         job = self._service.find_job(request.path_params["id"])
@@ -146,7 +155,7 @@ class Routes:
         """Answers with an uploaded file; never with a type that a browser would run."""
         job, field = self._service.find_job(request.path_params["id"]), request.path_params["field"]
         paths = self._service.files.list_inputs(job, self._service.folder_files).get(field, [])
-        index = integer(0, 10_000)("index", request.query_params.get("index", "0"))
+        index = integer(0, 10_000)("index", _read_query(request).get("index", "0"))
         if index >= len(paths):
             message = f"This video has no such file {field[:100]!r}."
             raise RefusedError(message, 404, "not_found", "field")
@@ -156,18 +165,21 @@ class Routes:
             paths[index],
             media_type="application/octet-stream",
             headers={"X-Content-Type-Options": "nosniff"},
-            filename=f"{job.id}-{paths[index].name}",
+            filename=self._service.files.read_upload_name(job, paths[index]),
             stat_result=status,
         )
 
     async def events(self, request: Request) -> Response:
         """Streams the events of a job until it has ended."""
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        if request.method == "HEAD":
+            self._service.find_job(request.path_params["id"])
+            return Response(headers=headers, media_type="text/event-stream")
         last_id = re.fullmatch(r"\d{1,18}", request.headers.get("last-event-id", ""), re.ASCII)
         number = -1 if last_id is None else int(last_id[0])
         stream = self._events.open_stream(request.path_params["id"], number)
         if stream is None:  # so that browsers do not connect again
             return Response(status_code=204)
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
     async def _send_file(
@@ -246,8 +258,8 @@ class Routes:
             raise RefusedError(message, param="prompt")
         fields.check_prompt(body["prompt"])
         url = None if url is None else read_url(url)
-        key = _read_idempotency_key(request)
-        job = await self._service.remix(request.path_params["id"], body["prompt"], url, *key)
+        key = request.headers.get("idempotency-key")
+        job = await self._service.remix(request.path_params["id"], body["prompt"], url, key)
         self._service.waiters.claim(job)
         return self._make_video_response(job)
 
@@ -283,10 +295,11 @@ class Routes:
         if form == "video_path":
             return JSONResponse({"video_id": job.id, "video_path": str(path.absolute())})
         try:
-            content = base64.b64encode(await asyncio.to_thread(path.read_bytes)).decode()
+            file = path.open("rb")
         except OSError as error:
             raise make_gone_error("is gone") from error
-        return JSONResponse({"video_id": job.id, "video_bytes": content})
+        size, content = os.fstat(file.fileno()).st_size, iter_file(file)
+        return make_base64_response({"video_id": job.id}, "video_bytes", size, content)
 
     async def _send_stored_generation(self, job: ServiceJob, form: str) -> Response:
         """Answers MLPerf's request for a video that is in the store."""
@@ -295,8 +308,8 @@ class Routes:
             return JSONResponse(
                 {"video_id": job.id, "video_path": store.make_url(job.id, "video.mp4")}
             )
-        content = base64.b64encode(await read_stored_file(store, job.id, "video.mp4")).decode()
-        return JSONResponse({"video_id": job.id, "video_bytes": content})
+        size, content = await iter_stored_file(store, job.id, "video.mp4")
+        return make_base64_response({"video_id": job.id}, "video_bytes", size, content)
 
     async def models(self, _: Request) -> Response:
         model = {"object": "model", "owned_by": "wan", "created": 0}
@@ -326,6 +339,9 @@ class Routes:
         }
         return JSONResponse(answer, 200 if state == "ok" else 503)
 
+    async def liveness(self, _: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
     async def metrics(self, _: Request) -> Response:
         content, media_type = self._metrics.render(self._service)
         return Response(content, media_type=media_type)
@@ -333,12 +349,17 @@ class Routes:
     async def _create_job(
         self, request: Request, body: dict[str, Any], max_outputs: int = fields.MAX_OUTPUTS
     ) -> tuple[ServiceJob, bool]:
-        digest = hash_request(body)
-        parsed_request = fields.parse_request(body, self._service.startup_run, self._service.models)
+        key, service = request.headers.get("idempotency-key"), self._service
+        size = count_file_bytes(body)
+        digest = await call_by_size(size, hash_request, body) if key else ""
+        parsed_request = await call_by_size(
+            size, fields.parse_request, body, service.startup_run, service.models
+        )
+        check_needed_fields(parsed_request.settings, parsed_request.files, service.startup_run)
         if parsed_request.num_outputs > max_outputs:
             message = "This route answers with one video; ask for several with POST /v1/videos."
             raise RefusedError(message, param="n")
-        return await self._service.create(parsed_request, digest, *_read_idempotency_key(request))
+        return await service.create(parsed_request, digest, key)
 
     async def _wait_for_job(
         self, request: Request, job: ServiceJob, is_existing: bool
@@ -378,12 +399,22 @@ class Routes:
         return JSONResponse(make_video_object(self._service, job), headers=headers)
 
 
+def _read_query(request: Request) -> dict[str, str]:
+    """Returns the parameters of the query; refuses one that is given twice."""
+    query: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name in query:
+            raise RefusedError(f"{format_value(name)} is given twice; give it once.", param=name)
+        query[name] = value
+    return query
+
+
 def _read_variant(request: Request) -> tuple[str, int | None]:
     """Returns which file of a video is requested, and of which one of several videos.
 
     A number as the variant is the index of a video, as SGLang reads it.
     """
-    query = request.query_params
+    query = _read_query(request)
     variant, index = query.get("variant", "video"), query.get("index")
     if variant.isdecimal() and index is None:
         variant, index = "video", variant
@@ -440,10 +471,3 @@ def _matches_etag(request: Request, etag: str) -> bool:
     """Returns whether an If-None-Match header (RFC 9110) matches an ETag."""
     tags = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
     return "*" in tags or etag in [tag.removeprefix("W/") for tag in tags]
-
-
-def _read_idempotency_key(request: Request) -> tuple[str | None, bool]:
-    """Returns the Idempotency-Key, and whether the client marks the request as a retry."""
-    retries = request.headers.get("x-stainless-retry-count", "0")
-    is_repeated = retries.isdecimal() and retries.strip("0") != ""
-    return request.headers.get("idempotency-key"), is_repeated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, dataclass, field, fields
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ class ServiceJob:
         seconds: Duration from start to end, of the complete videos together.
         guidance: Expert -> guidance scale.
         remixed_from: Id of the job whose settings were copied.
-        digest: SHA-256 of the request.
+        digest: SHA-256 of a request with a key.
         key: The request's Idempotency-Key.
         passed: How often a later job was started first.
         names: Setting -> field name of the request.
@@ -43,6 +44,9 @@ class ServiceJob:
         webhook_url: Address that gets the events of the job.
         webhook_sent: The last state whose event was delivered or given up.
         store_state: "uploading" from the start of an upload, "stored" once --store has the video.
+        event_series: Number of starts of the service since the job was created. The ids of its
+            events grow within a series.
+        queued_at: Creation by `clock.now`; not in the journal.
         stage: Present stage of a running job; not in the journal.
         output_started: Start of its present video unless that is the first one of an attempt; not
             in the journal.
@@ -78,7 +82,9 @@ class ServiceJob:
     webhook_url: str | None = None
     webhook_sent: str = ""
     store_state: str = ""
+    event_series: int = 0
     outputs_done: int = 0
+    queued_at: float | None = field(default=None, metadata={"in_journal": False})
     stage: str = field(default="", metadata={"in_journal": False})
     output_started: float = field(default=0.0, metadata={"in_journal": False})
 
@@ -154,9 +160,14 @@ class ServiceJob:
         Videos of several clips may not, since they load their experts for each clip. Neither may a
         second attempt, since the job may have caused the loss of the ranks.
         """
-        clips = json.loads(self.shape)[3]
         max_attempt = 1 if self.state == "in_progress" else 0
-        return self.attempt <= max_attempt and int(clips) == 1
+        return self.attempt <= max_attempt and _read_num_clips(self.shape) == 1
+
+
+@lru_cache(maxsize=100)
+def _read_num_clips(shape: str) -> int:
+    """Returns the number of clips of a `ServiceJob.shape`."""
+    return int(json.loads(shape)[3])
 
 
 COLUMNS = tuple(
@@ -208,6 +219,7 @@ def make_tombstone(job: ServiceJob) -> ServiceJob:
         ended=job.ended,
         webhook_url=None if job.webhook_sent == "deleted" else job.webhook_url,
         store_state=job.store_state,
+        event_series=job.event_series,
     )
 
 

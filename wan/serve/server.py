@@ -189,6 +189,7 @@ def serve_requests(
         most_bytes=options.max_body * 1_000_000,
         is_busy=lambda: clients.is_busy,
         store=store,
+        root_path=options.root_path,
         max_listeners=min(MAX_LISTENERS, clients.max_connections // 4),
     )
     for signum in (signal.SIGINT, signal.SIGTERM):  # uvicorn re-raises them after shutdown

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 from wan.app import resolve
 from wan.app.run import Run
-from wan.serve import fields, records
+from wan.serve import clock, fields, records
 from wan.serve.batches import (
     choose_batch_size,
     choose_first_job,
@@ -23,14 +25,16 @@ from wan.serve.batches import (
     parse_output_id,
 )
 from wan.serve.estimates import Estimates, describe_planned_memory
-from wan.serve.fields import FIELD_NAMES, FOLDER, ParsedRequest
+from wan.serve.fields import ParsedRequest
 from wan.serve.folders import JOB_ID, remove_orphaned_folders
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.job_files import JobFiles
 from wan.serve.journal import MAX_ATTEMPTS, Journal, ServiceJob
 from wan.serve.journal_file import JournalError
 from wan.serve.loras import LoraCatalog
-from wan.serve.repeats import RefusedError, RepeatedRequests, hash_request
+from wan.serve.needed_fields import FIELD_NAMES, FOLDER
+from wan.serve.repeats import RefusedError, find_earlier_job, hash_request
+from wan.serve.slices import Slices
 from wan.serve.waiters import Waiters
 from wan.serve.webhook_hosts import NO_HOSTS, WebhookHosts
 from wan.settings.errors import InputError, is_disk_full, name_settings
@@ -72,8 +76,10 @@ class Service:
         loras: The LoRAs that requests may name.
         estimates: Durations of jobs, and waiting times.
         models: Names of the model in the HTTP interface; the first is that of responses.
+        slices: Runs long computations in the event loop.
         stopping: Whether the service is stopping and refuses requests.
         background_tasks: Further coroutine functions that run until the service ends.
+        root_path: Precedes the paths of `url` fields and of the page.
     """
 
     def __init__(
@@ -99,7 +105,8 @@ class Service:
             model_names: Further names of the model; the last one is its task.
             on_event: Called with each event, its job and its record, for metrics.
         """
-        self.startup_run, self.stopping = run, False
+        self.startup_run, self.stopping, self.root_path = run, False, ""
+        self.slices = Slices()
         self.background_tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self.models = tuple(dict.fromkeys((*model_names, run.setup.preset.task)))
         self.limits, self._replica_name = limits, replica_name
@@ -107,20 +114,12 @@ class Service:
         self.files, self.loras = JobFiles(jobs), LoraCatalog(run)
         self.journal = Journal(folder / "journal.sqlite")
         records.restore_finished_jobs(jobs, self.journal)
-        timeout = 60 * run.setup.parallel.dist_timeout
-        self.rank_group = RankGroup(
-            user_settings,
-            ranks,
-            folder,
-            self._handle_message,
-            nodes,
-            limits.cached_prompts,
-            timeout,
-        )
+        seconds = 60 * run.setup.parallel.dist_timeout
+        prompts, handle = limits.cached_prompts, self._handle_message
+        self.rank_group = RankGroup(user_settings, ranks, folder, handle, nodes, prompts, seconds)
         self._running: dict[str, ServiceJob] = {}
         self._batch: dict[str, int] = {}  # video of the ranks' batch -> its steps done
         self._errors: dict[str, dict[str, str]] = {}  # running job -> error of one of its videos
-        self._repeats = RepeatedRequests(self.journal)
         self.waiters = Waiters(self._delete_unawaited_job)
         self.estimates = Estimates(self.journal, self._running)
         self._last_shape = ""  # `ServiceJob.shape` of the batch that was started last
@@ -150,14 +149,12 @@ class Service:
         parsed_request: ParsedRequest,
         digest: str,
         key: str | None = None,
-        is_retry: bool = False,
     ) -> tuple[ServiceJob, bool]:
         """Admits a request and queues its job.
 
         Args:
             digest: Digest of the body.
             key: The request's Idempotency-Key.
-            is_retry: Whether the client marks the request as a retry.
 
         Returns:
             The job, and whether an earlier request created it.
@@ -166,10 +163,10 @@ class Service:
             RefusedError: The request is refused.
         """
         self.limits.webhook_hosts.check_url(parsed_request.webhook_url)
-        earlier = self._repeats.find_duplicate(digest, key, is_retry)
+        earlier = find_earlier_job(self.journal, digest, key)
         if earlier is not None:
             return earlier, True
-        return await self._admit_or_record_failure(parsed_request, digest, key, is_retry)
+        return await self._admit(parsed_request, digest, key)
 
     async def remix(
         self,
@@ -177,18 +174,17 @@ class Service:
         prompt: str,
         webhook_url: str | None = None,
         key: str | None = None,
-        is_retry: bool = False,
     ) -> ServiceJob:
         """Queues a copy of a job: the same settings, seed and files, a new prompt for all clips.
 
         Args:
             webhook_url: Gets the events of the copy. That of the job may be another client's.
-            key, is_retry: As in `create`.
+            key: The request's Idempotency-Key.
         """
         url = {} if webhook_url is None else {"webhook_url": webhook_url}
         digest = hash_request({"remix": job_id, "prompt": prompt} | url)
         self.limits.webhook_hosts.check_url(webhook_url)
-        earlier = self._repeats.find_duplicate(digest, key, is_retry)
+        earlier = find_earlier_job(self.journal, digest, key)
         if earlier is not None:
             return earlier
         job = self.find_job(job_id)
@@ -198,7 +194,7 @@ class Service:
             message = f"The files of the video {job.id} are gone."
             raise RefusedError(message, 404, "not_found", "video_id") from error
         self.find_job(job_id)
-        return (await self._admit_or_record_failure(request, digest, key, is_retry, job.id))[0]
+        return (await self._admit(request, digest, key, job.id))[0]
 
     def _copy_request(self, job: ServiceJob, prompt: str, webhook_url: str | None) -> ParsedRequest:
         """Returns the request of a job with another prompt and webhook."""
@@ -208,25 +204,6 @@ class Service:
         settings["prompt"] = prompt
         files = self.files.read_uploads(job)
         return ParsedRequest(settings, files, job.priority, job.names, webhook_url)
-
-    async def _admit_or_record_failure(
-        self,
-        parsed_request: ParsedRequest,
-        digest: str,
-        key: str | None,
-        is_retry: bool,
-        remixed_from: str | None = None,
-    ) -> tuple[ServiceJob, bool]:
-        """Admits a request and returns the result of `create`.
-
-        A failure of any kind is recorded, so that a retry does not get the job of an earlier equal
-        request.
-        """
-        try:
-            return await self._admit(parsed_request, digest, key, is_retry, remixed_from)
-        except BaseException:
-            self._repeats.add_refusal(digest)
-            raise
 
     def _delete_unawaited_job(self, job_id: str) -> None:
         """Deletes a job for which no client waits any more, unless it has ended."""
@@ -256,7 +233,7 @@ class Service:
 
     def list_stored_jobs(self) -> list[ServiceJob]:
         """Returns the jobs missing in the journal whose videos are in a store."""
-        return records.list_stored_jobs(self.files.jobs, self.journal)
+        return records.list_stored_jobs(self.files.jobs, self.journal.list_known())
 
     async def wait_for_change(self) -> None:
         """Waits for the next change of any job."""
@@ -337,7 +314,7 @@ class Service:
 
     def _send_outputs(self, outputs: Sequence[tuple[ServiceJob, int]]) -> None:
         """Sends videos of jobs to the ranks, and starts the jobs that have not been started."""
-        self._last_shape, now, commands = outputs[0][0].shape, time.time(), []
+        self._last_shape, now, commands = outputs[0][0].shape, clock.now(), []
         for job, index in outputs:
             job.stage = ""
             if job.state == "queued":
@@ -453,8 +430,7 @@ class Service:
         parsed_request: ParsedRequest,
         digest: str,
         key: str | None,
-        is_retry: bool,
-        remixed_from: str | None,
+        remixed_from: str | None = None,
     ) -> tuple[ServiceJob, bool]:
         """Writes the files of a request, resolves its run, and queues its job.
 
@@ -486,10 +462,10 @@ class Service:
             job.set_sizes(run)
             job.bytes = sum(map(len, parsed_request.files.values()))
             async with self._admission_lock:
-                earlier = self._repeats.find_duplicate(digest, key, is_retry)
+                earlier = find_earlier_job(self.journal, digest, key)
                 if earlier is None:
                     self._check_queue(job.num_outputs)
-                    job.created = time.time()
+                    job.created, job.queued_at = time.time(), clock.now()
                     await self.journal.add(job)
         except BaseException as error:
             refusal = self._make_refusal(error, job) if isinstance(error, InputError) else None
@@ -555,42 +531,43 @@ class Service:
 
     def _make_refusal(self, error: InputError, job: ServiceJob) -> RefusedError:
         """Returns the refusal of a request with field names for uploaded files' paths."""
-        message = str(error)
-        for name in self.files.list_uploads(job):
-            path = str(self.files.upload_path(job, name).absolute())
-            message = message.replace(path, f"the uploaded {job.names.get(name, name)}")
+        message = self.files.describe_refusal(error, job, self.folder_files)
         # A missing input is named where the sentence says what to do.
         settings = re.findall(r"`(\w+)`", f"{error.subject} {error.remedy}")
         setting = next((name for name in settings if name != "task"), None)
         param = setting and job.names.get(setting, FIELD_NAMES.get(setting, setting))
         if param == FOLDER:
-            files = self.folder_files
-            param = next((name for name in files if files[name] in error.why), next(iter(files)))
+            files, text = self.folder_files, f"{error.value} {error.why}"
+            param = next((name for name in files if files[name] in text), next(iter(files)))
         return RefusedError(message, param=param)
 
     async def _delete_old_jobs(self) -> None:
         """Deletes expired jobs, and the oldest jobs above the quota, every ten seconds."""
+        journal = self.journal
         while True:
             days, quota = self.limits.keep_days, self.limits.quota
-            if days is not None:
-                for job in self.journal.list_ended_before(time.time() - 86400 * days):
+            seconds = 86400 * (math.inf if days is None else days)
+            async with self.slices.begin() as pause:
+                for name in journal.list_ended(seconds):
+                    job = journal.get(name) if journal.is_older(name, seconds) else None
+                    if job is not None:
+                        self.delete(job)
+                    await pause()
+                while quota is not None and journal.count_bytes() > quota:
+                    if (job := journal.get(journal.get_oldest_end() or "")) is None:
+                        break
                     self.delete(job)
-            while quota is not None and self.journal.count_bytes() > quota:
-                oldest = self.journal.list_ended_before(time.time(), 1)
-                if not oldest:
-                    break
-                self.delete(oldest[0])
-            self.journal.forget_deleted(self.files.has_folder)
-            if await self.journal.save():
-                await asyncio.to_thread(self.journal.vacuum)
-            await asyncio.to_thread(self.journal.reserve_space)  # reserves space again
+                    await pause()
+            journal.forget_deleted(self.files.has_folder)
+            if await journal.save():
+                await asyncio.to_thread(journal.vacuum)
+            await asyncio.to_thread(journal.reserve_space)  # reserves space again
             await asyncio.sleep(10)
 
 
 def _can_group_by_expert(run: Run) -> bool:
     """Returns whether batches of videos can be grouped by expert in this run."""
-    try:
+    with suppress(InputError):
         run.setup.check_grouping()
-    except InputError:
-        return False
-    return True
+        return True
+    return False

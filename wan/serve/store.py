@@ -13,8 +13,9 @@ from wan.serve import pictures
 from wan.serve.connections import RareMessages
 from wan.serve.folders import list_output_files, make_output_stem, remove_job_files
 from wan.serve.journal import ServiceJob
-from wan.serve.retries import RetryQueue, call_in_thread
+from wan.serve.retries import RetryQueue
 from wan.serve.service import Service
+from wan.serve.threads import DaemonThreads
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 from wan.utils.files import check_folder, make_process_name
@@ -24,6 +25,10 @@ _CHUNK = 4_000_000  # bytes that are read from the store at once
 _READ_SECONDS = 60.0  # seconds for one read
 _WRITE_SECONDS = 3600.0  # seconds for all files of a job
 _START_SECONDS = 60.0  # seconds in which the store must answer when the service starts
+_MAX_READERS = 16  # threads that read; those of a store that hangs stay
+_MAX_WRITERS = 4  # threads that upload and remove
+_READER_SECONDS = 5.0  # seconds that a request waits for a thread
+_WRITER_SECONDS = 60.0  # the same of an upload
 _LOCAL_SECONDS = 10.0  # seconds after an upload in which requests may still open the local file
 _LONGEST_PAUSE = 300.0  # seconds between two attempts
 _RENAMES = ("file", "local", "sftp", "ssh", "smb", "hdfs", "webhdfs", "arrow_hdfs")
@@ -43,7 +48,11 @@ class Store:
     A file of a job appears only when it is whole: it is written under a temporary name and renamed,
     or put as one object. The record is the last one, so that a folder with a record is complete.
 
-    All methods but the constructor run the calls of the file system in threads.
+    All methods but the constructor run the calls of the file system in threads, of which there are
+    only a few: those of a store that hangs never end.
+
+    Attributes:
+        writers: The threads of uploads.
     """
 
     def __init__(self, url: str) -> None:
@@ -75,6 +84,8 @@ class Store:
         self._protocols = (protocol,) if isinstance(protocol, str) else tuple(protocol)
         self._root = str(self._root).rstrip("/")
         self._renames = not {*self._protocols}.isdisjoint(_RENAMES)
+        self._readers = DaemonThreads(_MAX_READERS, _READER_SECONDS)
+        self.writers = DaemonThreads(_MAX_WRITERS, _WRITER_SECONDS)
 
     async def check(self, jobs: Path) -> None:
         """Writes, reads and removes a small file.
@@ -93,7 +104,7 @@ class Store:
             return
         try:
             async with asyncio.timeout(_START_SECONDS):
-                await call_in_thread(self._write_probe)
+                await self.writers.call(self._write_probe)
         except TimeoutError:
             why = f"has not answered in {_START_SECONDS:.0f} s"
             raise self._make_error(why, "check its address") from None
@@ -111,15 +122,16 @@ class Store:
         Raises:
             StoreError: A file was not stored.
         """
-        await self._call(_WRITE_SECONDS, self._put_files, job_id, files)
+        await self._call(self.writers, _WRITE_SECONDS, self._put_files, job_id, files)
 
     async def remove(self, job_id: str) -> None:
         """Removes the files of a job, if there are any; may raise StoreError."""
-        await self._call(_WRITE_SECONDS, self._remove_folder, job_id)
+        await self._call(self.writers, _WRITE_SECONDS, self._remove_folder, job_id)
 
     async def get_size(self, job_id: str, name: str) -> int | None:
         """Returns the size of a file of a job; None if it is missing; may raise StoreError."""
-        size: int | None = await self._call(_READ_SECONDS, self._get_size, job_id, name)
+        threads = self._readers
+        size: int | None = await self._call(threads, _READ_SECONDS, self._get_size, job_id, name)
         return size
 
     async def read(self, job_id: str, name: str, start: int, end: int) -> AsyncIterator[bytes]:
@@ -128,7 +140,7 @@ class Store:
             last = min(first + _CHUNK, end)
             path = self._make_path(job_id, name)
             content: bytes = await self._call(
-                _READ_SECONDS, self._files.cat_file, path, start=first, end=last
+                self._readers, _READ_SECONDS, self._files.cat_file, path, start=first, end=last
             )
             if len(content) != last - first:
                 raise StoreError("a file is shorter than it was")
@@ -146,12 +158,17 @@ class Store:
         return "/".join((self._root, *parts))
 
     async def _call(
-        self, seconds: float, function: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        threads: DaemonThreads,
+        seconds: float,
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Calls a function of the file system, whose errors are of many kinds."""
         try:
             async with asyncio.timeout(seconds):
-                return await call_in_thread(function, *args, **kwargs)
+                return await threads.call(function, *args, **kwargs)
         except Exception as error:
             raise StoreError(_describe_store_error(error)) from error
 
@@ -227,7 +244,7 @@ class StoreUploads:
         """
         self._service, self._store, self._on_attempt = service, store, on_attempt
         self._queue = RetryQueue(
-            lambda: service.journal.list_tasks("store"),
+            service.journal.tasks["store"],
             self._update_store,
             max_running=2,
             max_per_group=2,
@@ -246,7 +263,7 @@ class StoreUploads:
     async def _restore_jobs(self) -> None:
         """Adds the stored videos whose jobs are missing in the journal, by their local records."""
         num_restored, journal = 0, self._service.journal
-        for job in self._service.list_stored_jobs():
+        for job in await self._store.writers.call(self._service.list_stored_jobs):
             try:
                 names = [make_output_stem(index) for index in range(job.num_outputs)]
                 sizes = [await self._store.get_size(job.id, f"{name}.mp4") for name in names]
@@ -285,7 +302,7 @@ class StoreUploads:
         if not await journal.save():  # a deleted job whose upload is not recorded would stay
             raise StoreError("the journal cannot be written")
         videos = [self._service.files.video_path(job, i) for i in range(job.num_outputs)]
-        files = await call_in_thread(_list_files_to_store, videos, job.frames)
+        files = await self._store.writers.call(_list_files_to_store, videos, job.frames)
         if not any(video.exists() for video in videos):
             if journal.get(job.id) is not None:
                 logger.error("The video of %s is gone and was not uploaded.", job.id)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from wan.serve.repeats import RefusedError
-from wan.serve.responses import make_gone_error
+from wan.serve.responses import make_gone_error, wait_while_connected
 from wan.serve.store import Store, StoreError
 
 _MAX_RANGES = 16
@@ -30,7 +30,7 @@ async def make_stored_response(
     Raises:
         RefusedError: The file is gone, or the store does not answer.
     """
-    size = await _get_size(store, job_id, name)
+    size = await wait_while_connected(request, _get_size(store, job_id, name))
     etag = f'"{hashlib.sha256(f"{job_id}/{name}/{size}".encode()).hexdigest()[:32]}"'
     all_headers = {**headers, "etag": etag, "accept-ranges": "bytes"}
     request_headers = Headers(scope=request.scope)  # `request.headers` has the ignored ranges, too
@@ -95,13 +95,12 @@ def _make_part_head(boundary: str, media_type: str, start: int, end: int, size: 
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-async def read_stored_file(store: Store, job_id: str, name: str) -> bytes:
-    """Returns the content of a file of a job; raises as `make_stored_response`."""
+async def iter_stored_file(
+    store: Store, job_id: str, name: str
+) -> tuple[int, AsyncIterator[bytes]]:
+    """Returns size and content of a file of a job; raises as `make_stored_response`."""
     size = await _get_size(store, job_id, name)
-    try:
-        return b"".join([part async for part in store.read(job_id, name, 0, size)])
-    except StoreError as error:
-        raise _make_store_refusal() from error
+    return size, store.read(job_id, name, 0, size)
 
 
 async def _get_size(store: Store, job_id: str, name: str) -> int:

@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from wan.serve.addresses import Network, read_network, split_host
+from wan.serve.addresses import Network, normalize_host, read_network, split_host
 from wan.settings.errors import InputError
 from wan.settings.values import Reader, format_value
 
 _LENGTH = 2000  # characters of an address at most
+_UNICAST = ipaddress.ip_network("2000::/3")  # all public IPv6 addresses; IANA assigns no others
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # the last four bytes are an IPv4 address
 
 
@@ -36,8 +37,7 @@ class WebhookHosts:
         if not self.names and not self.networks:
             why, remedy = "is not allowed by this service", "start it with --webhook_hosts"
             raise InputError("webhook_url", why=why, remedy=remedy)
-        host = urlsplit(url).hostname or ""
-        name, _ = split_host(f"[{host}]" if ":" in host else host)
+        name = normalize_host(urlsplit(url).hostname or "")
         try:
             is_allowed = self.allows_address(name) and (
                 "*" in self.names or self._is_listed(ipaddress.ip_address(name))
@@ -57,8 +57,9 @@ class WebhookHosts:
         Raises:
             ValueError: It is no IP address.
         """
-        address = _unwrap_address(ipaddress.ip_address(text.partition("%")[0]))
-        is_public = address.is_global and not address.is_multicast
+        address = unwrap_address(ipaddress.ip_address(text.partition("%")[0]))
+        is_assigned = address.version == 4 or address in _UNICAST
+        is_public = is_assigned and address.is_global and not address.is_multicast
         return is_public or self._is_listed(address)
 
     def _is_listed(self, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
@@ -68,7 +69,7 @@ class WebhookHosts:
 NO_HOSTS = WebhookHosts()
 
 
-def _unwrap_address(
+def unwrap_address(
     address: ipaddress.IPv4Address | ipaddress.IPv6Address,
 ) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Returns the IPv4 address that an IPv6 address stands for, or the address itself."""
@@ -100,14 +101,12 @@ def read_url(value: Any) -> str:
         raise InputError("webhook_url", why=why, remedy=remedy)
     try:
         parts = urlsplit(value)
-        host, _ = parts.hostname or "", parts.port
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        host = ""
-    if not host or parts.scheme not in ("http", "https"):
-        raise InputError("webhook_url", why="must be an http or https address", remedy=remedy)
-    if "@" in parts.netloc:
+        is_address = False
+    if is_address and "@" in parts.netloc:
         why = "has a user name or a password"
         raise InputError("webhook_url", why=why, remedy="check the signature of the events")
-    if not re.fullmatch(r"[\w.-]+|[\da-f:.]+", host, re.ASCII) or parts.port == 0:
+    if not is_address or split_host(parts.netloc) is None:
         raise InputError("webhook_url", why="must be an http or https address", remedy=remedy)
     return parts._replace(fragment="").geturl()

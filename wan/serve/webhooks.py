@@ -8,7 +8,6 @@ import hashlib
 import hmac
 import json
 import re
-import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -19,9 +18,11 @@ from urllib.parse import SplitResult, urlsplit
 import wan
 from wan.serve.connections import RareMessages
 from wan.serve.journal import ServiceJob
+from wan.serve.resolver import Resolver
 from wan.serve.responses import make_video_object
-from wan.serve.retries import RetryQueue, call_in_thread
+from wan.serve.retries import RetryQueue
 from wan.serve.service import Service
+from wan.serve.webhook_addresses import ReceiverAddresses
 from wan.serve.webhook_hosts import WebhookHosts
 from wan.utils.log import logger
 
@@ -32,9 +33,11 @@ SEND_SECONDS = 15.0
 _DRAIN_SECONDS = 1.0  # seconds to read the rest of an answer, which has no meaning
 _MAX_ANSWER = 1 << 16  # bytes of an answer that are read
 _LONGEST_PAUSE = 3600.0  # seconds between two attempts
+_CONNECT_SECONDS = 2.0  # seconds for a connection to an address, if the host has others
 _MAX_SENDING = 16  # deliveries at the same time
 _MAX_PER_HOST = 4
 _PORTS = {"http": 80, "https": 443}
+_DELIVERY_ERRORS = (OSError, ValueError, EOFError, asyncio.LimitOverrunError)
 
 _log = logger.getChild("webhooks")
 _log.addFilter(RareMessages())
@@ -62,9 +65,10 @@ class Webhooks:
         """
         self._service, self._secret, self._hosts = service, secret, hosts
         self._on_attempt = on_attempt
-        self._tls = ssl.create_default_context()
+        self._tls, self._resolver = ssl.create_default_context(), Resolver()
+        self._addresses = ReceiverAddresses()
         self._queue = RetryQueue(
-            lambda: service.journal.list_tasks("webhook"),
+            service.journal.tasks["webhook"],
             self._deliver,
             get_group=self._get_host,
             max_running=_MAX_SENDING,
@@ -91,7 +95,7 @@ class Webhooks:
         why = await self._send(job, job.webhook_url)
         if why is None:
             self._on_attempt("delivered")
-        elif why == "status 410" or time.time() - (job.ended or 0.0) > GIVE_UP_SECONDS:
+        elif why == "status 410" or journal.is_older(job_id, GIVE_UP_SECONDS):
             logger.error("The event of %s was not delivered to %s (%s).", job_id, host, why)
             self._on_attempt("given_up")
         else:
@@ -110,34 +114,79 @@ class Webhooks:
                 status = await self._post(urlsplit(url), headers, body)
         except TimeoutError:
             return f"no answer in {SEND_SECONDS:.0f} s"
-        except (OSError, ValueError, EOFError, asyncio.LimitOverrunError) as error:
+        except _DELIVERY_ERRORS as error:
             return getattr(error, "strerror", None) or str(error) or type(error).__name__
         return None if 200 <= status < 300 else f"status {status}"
 
     async def _post(self, url: SplitResult, headers: dict[str, str], body: bytes) -> int:
-        """Sends a request; returns the status. No redirect is followed, no proxy is used."""
+        """Sends a request; returns the status. No redirect is followed, no proxy is used.
+
+        All addresses of the host are checked; then they are tried until one answers.
+        """
         host, port = url.hostname or "", url.port or _PORTS[url.scheme]
-        entries = await call_in_thread(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        addresses = [*dict.fromkeys(str(entry[4][0]) for entry in entries)]
+        addresses = await self._resolver.resolve(host)
         if not addresses or not all(map(self._hosts.allows_address, addresses)):
             raise PermissionError("its address is not public, and not in --webhook_hosts")
+        with self._addresses.reserve(addresses, port):
+            *first_addresses, last_address = self._addresses.sort(addresses)
+            for address in first_addresses:
+                with suppress(*_DELIVERY_ERRORS):
+                    return await self._post_to(address, _CONNECT_SECONDS, url, headers, body)
+            return await self._post_to(last_address, None, url, headers, body)
+
+    async def _post_to(
+        self,
+        address: str,
+        seconds: float | None,
+        url: SplitResult,
+        headers: dict[str, str],
+        body: bytes,
+    ) -> int:
+        """Sends a request to one address; returns the status.
+
+        seconds: Time limit of the connection; None: only that of the delivery.
+        """
+        has_failed = True
+        try:
+            async with asyncio.timeout(seconds):
+                reader, writer = await self._connect(address, url)
+            status = await _exchange(reader, writer, url, headers, body)
+            has_failed = not 200 <= status < 300
+            return status
+        finally:
+            self._addresses.record_result(address, has_failed=has_failed)
+
+    async def _connect(
+        self, address: str, url: SplitResult
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connects to an address of the host of a URL."""
         is_tls = url.scheme == "https"
-        reader, writer = await asyncio.open_connection(
-            addresses[0],
-            port,
+        return await asyncio.open_connection(
+            address,
+            url.port or _PORTS[url.scheme],
             limit=_MAX_ANSWER,
             ssl=self._tls if is_tls else None,
-            server_hostname=host if is_tls else None,
+            server_hostname=(url.hostname or "").removesuffix(".") if is_tls else None,
         )
-        try:
-            target = (url.path or "/") + (f"?{url.query}" if url.query else "")
-            lines = [f"POST {target} HTTP/1.1", f"Host: {url.netloc}"]
-            lines += [f"{name}: {value}" for name, value in headers.items()]
-            writer.write("\r\n".join([*lines, "\r\n"]).encode("ascii") + body)
-            await writer.drain()
-            return await _read_status(reader)
-        finally:
-            writer.transport.abort()
+
+
+async def _exchange(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    url: SplitResult,
+    headers: dict[str, str],
+    body: bytes,
+) -> int:
+    """Sends a request on a connection, which it closes; returns the status of the answer."""
+    try:
+        target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+        lines = [f"POST {target} HTTP/1.1", f"Host: {url.netloc}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        writer.write("\r\n".join([*lines, "\r\n"]).encode("ascii") + body)
+        await writer.drain()
+        return await _read_status(reader)
+    finally:
+        writer.transport.abort()
 
 
 async def _read_status(reader: asyncio.StreamReader) -> int:

@@ -248,10 +248,12 @@ def check_attention_request(
             f"would begin at step {start}, but there are {steps} (from `sample_steps`), so it has "
             "no effect"
         )
-        raise InputError("`use_rainfusion`", None, why, "lower `sparse_start_step`")
+        raise InputError(
+            "`use_rainfusion`", None, why, "lower `sparse_start_step`, or give more steps"
+        )
     if attention.use_rainfusion and refresh > 1 and start == steps - 1:
         why = f"has no effect, as only the last of {steps} steps is sparse"
-        remedy = "give 1, or a lower `sparse_start_step`"
+        remedy = "give 1, a lower `sparse_start_step`, or more `sample_steps`"
         raise InputError("`mask_refresh_interval`", refresh, why, remedy)
     kernel, ring_size = attention.dense_kernel, parallel.ring_size
     plan = TokenPlan(tokens, parallel.sequence_size, attention.row_multiple(ring_size))

@@ -109,7 +109,8 @@ def split_evenly(total: int, num_parts: int) -> tuple[Range, ...]:
     """
     size, extra = total // num_parts, total % num_parts  # torch.compile cannot trace divmod
     borders = [i * size + min(i, extra) for i in range(num_parts + 1)]
-    return tuple(zip(borders, borders[1:], strict=False))
+    # strict=False would be strict to the compiler of torch 2.9
+    return tuple(zip(borders[:-1], borders[1:], strict=True))
 
 
 def count_heads_per_rank(heads: int, world: int) -> tuple[int, ...]:
@@ -144,7 +145,7 @@ def list_head_ranges(heads: int, world: int, max_chunks: int) -> tuple[Range, ..
     ((0, 8), (8, 16), (16, 24), (24, 32), (32, 40))
     """
     borders = list(accumulate(map(sum, split_heads(heads, world, max_chunks))))
-    return tuple(zip([0, *borders], borders, strict=False))
+    return tuple(zip([0, *borders[:-1]], borders, strict=True))
 
 
 def count_heads_per_chunk(
@@ -170,7 +171,7 @@ def q_ranges(rows: int, blocks: int, multiple: int = 1) -> tuple[Range, ...]:
     if multiple == 1:
         return split_evenly(rows, blocks)
     borders = [min(-(-b // multiple) * multiple, rows) for _, b in split_evenly(rows, blocks)]
-    return tuple((a, b) for a, b in zip([0, *borders], borders, strict=False) if a < b)
+    return tuple((a, b) for a, b in zip([0, *borders[:-1]], borders, strict=True) if a < b)
 
 
 def count_valid_rows(tokens: int, rank: int, rows: int) -> int:
@@ -219,4 +220,4 @@ class TokenPlan:
         begin, end = rank * self.shard_len, (rank + 1) * self.shard_len
         borders = [sum(lengths[:i]) for i in range(len(lengths))] + [self.padded_len]
         clipped = [min(max(b, begin), end) for b in borders]
-        return tuple(b - a for a, b in zip(clipped, clipped[1:], strict=False))
+        return tuple(b - a for a, b in zip(clipped[:-1], clipped[1:], strict=True))

@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 from wan.settings import values
 from wan.settings.devices import CHIPS
-from wan.settings.fields import REQUIRED, command_option, load_option, option
+from wan.settings.fields import REQUIRED, HelpText, command_option, load_option, option
 from wan.settings.presets import PRESETS, TASKS_OF_KIND
 from wan.settings.recipes import RECIPE_NAMES as RECIPES
 from wan.settings.values import choice, integer, real, switch, switch_or_choice
 
+_FPS = "frames per second of the mp4"
 SAVE_LATENTS = switch_or_choice("steps")
 """Reader of `save_latents`."""
 
@@ -45,8 +46,10 @@ class CheckpointOptions:
     recipe: str = option(
         "auto",
         choice(*RECIPES),
-        "sampling recipe of a distilled model or of SVI; auto (default): by file names; none: the "
-        "task's defaults",
+        HelpText(
+            "published way to sample; auto: by file names; none: the task's defaults",
+            "default auto",
+        ),
     )
 
 
@@ -114,8 +117,11 @@ class VideoLoraOptions:
     video_lora: tuple[dict[str, Any], ...] = command_option(
         (),
         values.read_video_loras,
-        "LoRA of this video only, a file name in --lora_folder without .safetensors; repeatable "
-        "(default none)",
+        HelpText(
+            "LoRA of this video only, a file name in `lora_folder` without .safetensors",
+            "default none",
+            command_line="; repeatable",
+        ),
         line=True,
         needs="lora_folder",
     )
@@ -274,8 +280,12 @@ class Output:
     fps: float = command_option(
         REQUIRED,
         real(1, 240),
-        "frames per second of the mp4, and of the frames that animate2 reads (default: the task's, "
-        "16, 24 or 30)",
+        HelpText(
+            "frames per second of the mp4, and of the frames that animate2 reads",
+            "default: the task's, 16, 24 or 30",
+            dict.fromkeys(("t2v", "i2v", "ti2v", "s2v", "animate", "vace"), _FPS)
+            | {"animate2": f"{_FPS}, and of the frames that are read"},
+        ),
         decoding=True,
         line=True,
         checkpoint=True,
@@ -283,7 +293,10 @@ class Output:
     save_latents: bool | Literal["steps"] = command_option(
         False,
         SAVE_LATENTS,
-        "save the denoised latents; steps: also those after each step (default false)",
+        HelpText(
+            "save the denoised latents; steps: also those after each step",
+            "default false",
+        ),
         line=True,
     )
     trace: Path | None = command_option(

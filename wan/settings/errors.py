@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,7 +92,23 @@ class InputError(ValueError):
         sentence = " ".join(part for part in (subject, why) if part)
         remedy = self.naming.render(self.remedy)
         sentence = "; ".join(part for part in (sentence, remedy) if part)
+        sentence = escape_controls(sentence)
         return sentence if sentence.endswith((".", "?")) else f"{sentence}."
+
+
+def escape_controls(text: str) -> str:
+    """Escapes characters that control a terminal or the direction of text, such as `\\x1b`.
+
+    Names in files of others may hold them. Line breaks are escaped too, spaces are not.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character
+        if character.isprintable() or unicodedata.category(character) == "Zs"
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def _shorten_words(text: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+from wan.settings.errors import COMMAND_LINE_NAMING, FlagNaming
 from wan.settings.values import Reader
 
 T = TypeVar("T")
@@ -21,12 +22,44 @@ REQUIRED = dataclasses.MISSING
 
 
 @dataclass(frozen=True)
+class HelpText:
+    """What a setting means, from which each front end makes its text.
+
+    Other settings are in backticks, as in an `InputError`.
+
+    Attributes:
+        text: Meaning and unit; "": that of each kind of task in `kinds`.
+        note: Tasks and default, for the command line and the documentation.
+        kinds: Kind of task -> meaning for requests to a service of this kind.
+        command_line: Continues `text` for the command line and the documentation.
+    """
+
+    text: str = ""
+    note: str = ""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    command_line: str = ""
+
+    def render(self) -> str:
+        """Returns the text of `--help` and of the documentation."""
+        kinds_by_text: dict[str, list[str]] = {}
+        for kind, text in self.kinds.items():
+            kinds_by_text.setdefault(text, []).append(kind)
+        parts = (f"{', '.join(kinds)}: {text}" for text, kinds in kinds_by_text.items())
+        text = (self.text or "; ".join(parts)) + self.command_line
+        return COMMAND_LINE_NAMING.render(f"{text} ({self.note})" if self.note else text)
+
+    def describe(self, kind: str, naming: FlagNaming) -> str:
+        """Returns the meaning for requests to a service with a task of this kind."""
+        return naming.render(self.kinds.get(kind, self.text))
+
+
+@dataclass(frozen=True)
 class Option:
     """Declaration of a setting.
 
     Attributes:
         reader: Parses and checks a value.
-        help: One line for `--help` and the documentation, with the unit and the default.
+        meaning: What it means.
         record: Whether the JSON record contains it; true for each setting that changes the video.
         needs: Setting without which this one has no effect.
         python: Call of the Python classes that accepts it: "load" for the constructor, "video" for
@@ -40,13 +73,14 @@ class Option:
         decoding: Whether it has an effect with `--decode_latents`.
         checkpoint: Whether a checkpoint's generation_config.json may set it.
         tasks: Tasks on whose videos it has an effect; (): on those of all tasks.
+        needed: Task that needs this input -> the inputs of which one may be given instead.
         media: Media types of an input file, such as "image/*".
         variables: Environment variable -> its value -> the setting's value; None leaves the setting
             unchanged.
     """
 
     reader: Reader
-    help: str
+    meaning: HelpText
     record: bool = True
     needs: str | None = None
     python: Literal["load", "video"] | None = "video"
@@ -58,11 +92,17 @@ class Option:
     decoding: bool = False
     checkpoint: bool = False
     tasks: tuple[str, ...] = ()
+    needed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     media: str = ""
     variables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
+    @property
+    def help(self) -> str:
+        """One line for `--help` and the documentation, with the unit and the default."""
+        return self.meaning.render()
 
-def option(default: Any, reader: Reader, help: str, **attributes: Any) -> Any:
+
+def option(default: Any, reader: Reader, help: str | HelpText, **attributes: Any) -> Any:
     """Declares a dataclass field that is a setting.
 
     By default a line of a prompt file may set it where `generate` accepts it (python="video").
@@ -70,11 +110,12 @@ def option(default: Any, reader: Reader, help: str, **attributes: Any) -> Any:
     Args:
         default: Default of the field.
         reader: Parses and checks a value.
-        help: See `Option`.
+        help: What it means; a text, which includes the default, where no request may set it.
         attributes: Further attributes of `Option`.
     """
     attributes.setdefault("line", attributes.get("python", "video") == "video")
-    return field(default=default, metadata={Option: Option(reader, help, **attributes)})
+    meaning = HelpText(help) if isinstance(help, str) else help
+    return field(default=default, metadata={Option: Option(reader, meaning, **attributes)})
 
 
 load_option = partial(option, python="load")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wan.settings import values
-from wan.settings.fields import option
+from wan.settings.fields import HelpText, option
 from wan.settings.presets import TRAIN_TIMESTEPS
 from wan.settings.values import choice, integer, real
 
@@ -26,7 +26,7 @@ class GuiderRow:
 
 
 GUIDERS = {
-    "cfg": GuiderRow("classifier-free guidance (default)", "wan.guidance.guider:ClassifierFree"),
+    "cfg": GuiderRow("classifier-free guidance", "wan.guidance.guider:ClassifierFree"),
     "cfg_zero": GuiderRow(
         "CFG-Zero*, the unconditional branch scaled to the conditional one",
         "wan.guidance.cfg_zero:CfgZeroStar",
@@ -47,68 +47,85 @@ class Guidance:
     guider: str = option(
         "cfg",
         choice(*GUIDERS),
-        "; ".join(f"{name}: {row.help}" for name, row in GUIDERS.items()),
+        HelpText("; ".join(f"{name}: {row.help}" for name, row in GUIDERS.items()), "default cfg"),
         checkpoint=True,
     )
     zero_init_steps: int | None = option(
         None,
         integer(0, TRAIN_TIMESTEPS),
-        "first steps with velocity 0, for --guider cfg_zero (default 1; with up to 8 steps 0)",
+        HelpText(
+            "first steps with velocity 0, for `guider=cfg_zero`", "default 1; with up to 8 steps 0"
+        ),
     )
     apg_eta: float | None = option(
         None,
         real(0, 1),
-        "share of the update along the conditional velocity, for --guider apg (default 0)",
+        HelpText(
+            "share of the update along the conditional velocity, for `guider=apg`", "default 0"
+        ),
     )
     apg_momentum: float | None = option(
         None,
         real(-1, 1, exclude_min=True, exclude_max=True),
-        "factor of the update of the step before, for --guider apg (default 0; paper -0.5)",
+        HelpText(
+            "factor of the update of the step before, for `guider=apg`", "default 0; paper -0.5"
+        ),
     )
     apg_threshold: float | None = option(
         None,
         real(0, 100),
-        "limit of the root mean square of the update, for --guider apg (default 0: none)",
+        HelpText(
+            "limit of the root mean square of the update, for `guider=apg`", "default 0: none"
+        ),
     )
     slg_blocks: tuple[int, ...] | None = option(
         None,
         values.read_blocks,
-        "blocks that the unconditional branch skips, from 0 (skip-layer guidance; default none)",
+        HelpText(
+            "blocks that the unconditional branch skips, from 0: skip-layer guidance",
+            "default none",
+        ),
     )
     slg_start: float | None = option(
         None,
         real(0, 1),
-        "share of the steps before skip-layer guidance (default 0.1)",
+        HelpText("share of the steps before skip-layer guidance", "default 0.1"),
         needs="slg_blocks",
     )
     slg_stop: float | None = option(
         None,
         real(0, 1),
-        "share of the steps after which skip-layer guidance ends (default 0.9)",
+        HelpText("share of the steps after which skip-layer guidance ends", "default 0.9"),
         needs="slg_blocks",
     )
     nag_scale: float | None = option(
         None,
         real(1, 100, exclude_min=True),
-        "scale of normalized attention guidance (NAG): the negative prompt has an effect also "
-        "without guidance; authors 5, ComfyUI 11 (default none)",
+        HelpText(
+            "scale of normalized attention guidance (NAG): the negative prompt has an effect "
+            "also without guidance; authors 5, ComfyUI 11",
+            "default none",
+        ),
     )
     nag_tau: float | None = option(
         None,
         real(1, 1000),
-        "limit by which NAG may increase the norm of a token (default 2.5)",
+        HelpText("limit by which NAG may increase the norm of a token", "default 2.5"),
         needs="nag_scale",
     )
     nag_alpha: float | None = option(
         None,
         real(0, 1),
-        "share of NAG's result in the output of cross-attention (default 0.25)",
+        HelpText("share of NAG's result in the output of cross-attention", "default 0.25"),
         needs="nag_scale",
     )
     nag_norm: str | None = option(
         None,
         choice("l1", "l2"),
-        "norm of a token in NAG; l1 (default): of ComfyUI's nodes for Wan; l2: of its authors",
+        HelpText(
+            "norm of a token in NAG; l1: of ComfyUI's nodes for Wan; l2: of its authors",
+            "default l1",
+        ),
         needs="nag_scale",
     )
 

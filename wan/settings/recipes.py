@@ -209,29 +209,3 @@ def _make_clip_notices(
             f"`frame_num={params.frame_num}`: SVI 2.0 Pro was trained on clips of 81 frames"
             f"{longer}."
         )
-
-
-def merge_defaults(user_settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges a user's settings over defaults, and drops the defaults that they supersede.
-
-    `--sample_steps 8` supersedes the timesteps of a recipe or record, and `--prompt` the prompts of
-    clips in a record.
-    """
-    changed = {  # images in memory may be arrays, which are not compared
-        name
-        for name, value in user_settings.items()
-        if name not in defaults or defaults[name] != value
-    }
-    stale = set()
-    if {"sample_solver", "sample_steps", "sample_shift", "sigmas"} & changed:
-        stale |= {"timesteps"}
-    if {"sample_steps", "timesteps"} & changed:
-        stale |= {"boundary_step"}
-    if "timesteps" in changed:
-        stale |= {"sample_steps", "sample_shift", "sigmas"}
-    if "prompt" in changed:
-        stale |= {"clip_prompts"}
-    if "sample_solver" in user_settings:
-        is_rcm = user_settings["sample_solver"] == "rcm"
-        stale |= {"sigmas"} if is_rcm else {"ode", "sigma_max"}
-    return {**{key: value for key, value in defaults.items() if key not in stale}, **user_settings}

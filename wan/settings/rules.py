@@ -91,6 +91,9 @@ def check_rules(rules: Iterable[Rule], values: Values) -> None:
             raise InputError(subject, None, why, remedy)
 
 
+SHIFT_OF_RCM_RULE = make_conflict_rule(
+    "sample_shift", "sample_solver=rcm", "has no effect on `sample_solver=rcm`", "drop it"
+)
 USER_SETTING_RULES = (
     make_conflict_rule(
         "attention_algo",
@@ -106,11 +109,9 @@ USER_SETTING_RULES = (
     make_conflict_rule(
         "use_prompt_extend", "clip_prompts", "extends one prompt, and `clip_prompts` gives several"
     ),
-    make_conflict_rule(
-        "sample_shift", "sample_solver=rcm", "has no effect on `sample_solver=rcm`", "drop it"
-    ),
+    SHIFT_OF_RCM_RULE,
 )
-"""Rules for the settings of one call."""
+"""Rules for the settings of one layer; see `wan.settings.layers` for those of several."""
 
 _CHUNKS = "`chunks={chunks}`"
 _CHUNKED = (*(f"`comm_type={comm_type}`" for comm_type in CHUNKED_MODES), "`fa_alltoall_overlap`")

@@ -36,7 +36,7 @@ class Solver:
 _BELOW_ONE = 0.9990000128746033  # the float32 value of 1 - 1/1000, where training starts
 SOLVERS = {
     "unipc": Solver(
-        "official, multistep (default)",
+        "official, multistep",
         "wan.pipeline.multistep:UniPC",
         start_sigma=_BELOW_ONE,
         truncates_timesteps=True,

@@ -26,9 +26,11 @@ from wan.settings.values import (
     format_value,
     integer,
     join_with_or,
+    parse_number,
     parse_step_list,
     read_path,
     real,
+    split_list,
     switch,
 )
 
@@ -148,16 +150,14 @@ def read_policy(name: str, raw: Any) -> str:
 @partial(Reader, metavar="X,X,...")
 def read_coefficients(name: str, raw: Any) -> tuple[float, ...]:
     """Reads finite numbers, separated by commas or in a list."""
-    parts = raw.split(",") if isinstance(raw, str) else raw
-    try:
-        numbers = tuple(float(part) for part in parts)
-    except (TypeError, ValueError, OverflowError):
-        numbers = ()
-    if not numbers or not all(map(isfinite, numbers)):
+    parts = split_list(raw)
+    numbers = [parse_number(part) for part in parts] if isinstance(parts, list | tuple) else []
+    coefficients = tuple(n for n in numbers if n is not None and isfinite(n))
+    if not numbers or len(coefficients) < len(numbers):
         raise InputError(
             f"{name} is {format_value(raw)}; give numbers separated by commas, highest power first."
         )
-    return numbers
+    return coefficients
 
 
 _STEP = integer(0, TRAIN_TIMESTEPS)

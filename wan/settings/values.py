@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, escape_controls
+from wan.settings.json_text import DuplicateNameError, parse_json
 from wan.settings.presets import TRAIN_TIMESTEPS
 
 _FACTOR_SCHEMA = {"type": "number", "minimum": -100, "maximum": 100}
 _SCALE_SCHEMA = {"type": "number", "exclusiveMinimum": 0, "maximum": 100}
+_SIZE_SCHEMA = {
+    "type": ["string", "array"],
+    "pattern": r"^\d+[*xX]\d+$",
+    "items": {"type": "integer", "minimum": 1},
+    "minItems": 2,
+    "maxItems": 2,
+}
 _BLOCK_SCHEMA = {"type": "integer", "minimum": 0, "maximum": TRAIN_TIMESTEPS - 1}
 _MAX_FRAMES = 4093  # of the networks' 1024 rotary positions: 4 * 1023 + 1
 _MAX_SIDE = 1_000_000  # pixels; the much lower limits of a task are checked in `VideoParams`
@@ -48,6 +55,15 @@ def _list_schema(item: Mapping[str, Any], **limits: Any) -> dict[str, Any]:
     return {"type": "array", "items": item, "minItems": 1, **limits}
 
 
+def describe_json_error(error: Exception) -> str:
+    """Returns where or why a text is no JSON."""
+    if isinstance(error, JSONDecodeError):
+        return f"line {error.lineno}, column {error.colno}"
+    if isinstance(error, DuplicateNameError):
+        return str(error)
+    return "too long a number" if isinstance(error, ValueError) else "too many brackets"
+
+
 def format_value(raw: Any, formatter: Callable[[Any], str] = repr) -> str:
     """Formats a value on one line, short enough for a sentence; plain words are not quoted."""
     if isinstance(raw, str) and re.fullmatch(r"[\w.,:;*+/~@=-]{1,100}", raw):
@@ -56,6 +72,7 @@ def format_value(raw: Any, formatter: Callable[[Any], str] = repr) -> str:
         line = " ".join(formatter(raw).split())
     except ValueError:  # Python does not format integers of more than 4300 digits
         return "a number of thousands of digits"
+    line = escape_controls(line)
     return line if len(line) <= 100 else f"{line[:60]}... ({len(line)} characters)"
 
 
@@ -63,6 +80,55 @@ def join_with_or(items: Sequence[object]) -> str:
     """Joins items to text such as `0, 1 or 2`."""
     *some, last = map(str, items)
     return f"{', '.join(some)} or {last}" if some else last
+
+
+def join_with_and(items: Sequence[object]) -> str:
+    """Joins items to text such as `0, 1 and 2`."""
+    *some, last = map(str, items)
+    return f"{', '.join(some)} and {last}" if some else last
+
+
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(inf|(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?)", re.ASCII)
+
+
+def parse_number(raw: Any) -> float | None:
+    """Returns the number in a text, or a number of JSON or Python; None for anything else.
+
+    Texts have ASCII digits without spaces or `_`; true, false and NaN are no numbers.
+    """
+    try:
+        text = str(raw)
+    except ValueError:  # Python does not format integers of more than 4300 digits
+        return None
+    return float(text) if _NUMBER.fullmatch(text) else None
+
+
+def parse_integer(raw: Any) -> int | None:
+    """Returns the integer in a text, or an integer of JSON, which is also 9.0; else None."""
+    value = parse_number(raw)
+    try:
+        if _INTEGER.fullmatch(text := str(raw)):
+            return int(text)
+    except ValueError:  # thousands of digits
+        return None
+    is_integer = value is not None and value.is_integer() and not isinstance(raw, str)
+    return int(value) if is_integer else None  # type: ignore[arg-type]
+
+
+def split_list(raw: Any) -> Any:
+    """Splits a text at its commas, and an array into a list; returns other values as they are."""
+    if isinstance(raw, str):
+        return [part.strip(" ") for part in raw.split(",")]
+    return raw.tolist() if hasattr(raw, "tolist") else raw
+
+
+def _get_word(raw: Any) -> str:
+    """Returns a text, or the text of another value; that of the number 1.0 is 1."""
+    if isinstance(raw, str):
+        return raw
+    number = parse_integer(raw)
+    return format_value(raw if number is None else number, str)
 
 
 @partial(Reader, metavar="TEXT")
@@ -95,7 +161,21 @@ def read_path(name: str, raw: Any) -> Path:
         raise InputError(name, why="is empty", remedy="give a path, or leave it out")
     if "\0" in raw:
         raise InputError(name, why="holds a NUL character", remedy="give a path without it")
-    return Path(os.path.expanduser(raw))  # Path.expanduser raises for an unknown user
+    return expand_home(name, raw)
+
+
+def expand_home(name: str, text: str) -> Path:
+    """Expands `~` and `~user`; refuses them where that folder is unknown, as without HOME.
+
+    Otherwise a folder with the name `~` would be made.
+    """
+    expanded, (user, slash, _) = os.path.expanduser(text), text.partition("/")
+    if user == "~" or (slash and user.startswith("~")):
+        is_empty = user == "~" and not os.path.expandvars("$HOME")  # it would be the root folder
+        if is_empty or not os.path.isabs(expanded):
+            why = f"begins with {user}, and that folder is unknown"
+            raise InputError(name, format_value(text), why, "set HOME, or give the whole path")
+    return Path(expanded)
 
 
 @partial(Reader, metavar="FILE[=STRENGTH]")
@@ -150,7 +230,9 @@ def read_video_loras(name: str, raw: Any) -> tuple[dict[str, Any], ...]:
     for part in parts:
         if isinstance(part, str) and part.lstrip().startswith(("{", "[")):
             try:
-                part = json.loads(part)
+                part = parse_json(part)
+            except DuplicateNameError as error:
+                raise InputError(name, why=f"is no JSON ({error})", remedy="give it once") from None
             except (ValueError, RecursionError):
                 raise InputError(name, format_value(part), "is no JSON") from None
         loras += part if isinstance(part, list) else [part]
@@ -217,8 +299,7 @@ def read_image_files(name: str, raw: Any) -> tuple[str, ...]:
 )
 def read_factors(name: str, raw: Any) -> tuple[float, ...]:
     """Reads one number, or several separated by commas."""
-    raw = raw.tolist() if hasattr(raw, "tolist") else raw  # an array or tensor
-    parts = raw.split(",") if isinstance(raw, str) else raw
+    parts = split_list(raw)
     parts = parts if isinstance(parts, list | tuple) else [parts]
     if not parts:
         raise InputError(name, why="is empty", remedy="give a number, or leave it out")
@@ -228,7 +309,7 @@ def read_factors(name: str, raw: Any) -> tuple[float, ...]:
 
 def _read_switch(name: str, raw: Any) -> bool:
     """Reads yes/true/t/y/1 or no/false/f/n/0 in any case, as the official command does."""
-    word = format_value(raw, str).lower()
+    word = _get_word(raw).lower()
     if word in ("yes", "true", "t", "y", "1"):
         return True
     if word in ("no", "false", "f", "n", "0"):
@@ -260,7 +341,7 @@ def choice(*allowed: str | int) -> Reader:
     choices = {str(value): value for value in allowed}
 
     def read_choice(name: str, raw: Any) -> str | int:
-        word = format_value(raw, str)
+        word = _get_word(raw)
         if word not in choices:
             raise InputError(name, format_value(raw), f"must be {join_with_or(allowed)}")
         return choices[word]
@@ -275,7 +356,7 @@ def subset_of(*allowed: str) -> Reader:
     """
 
     def read_subset(name: str, raw: Any) -> tuple[str, ...]:
-        parts = raw.split(",") if isinstance(raw, str) else raw
+        parts = split_list(raw)
         names = [str(part).strip() for part in parts] if isinstance(parts, list | tuple) else [""]
         if names == ["none"]:
             return ()
@@ -294,11 +375,10 @@ def integer(minimum: int, maximum: int, metavar: str = "N") -> Reader:
     """Makes a reader of an integer in [minimum, maximum]."""
 
     def read_integer(name: str, raw: Any) -> int:
-        try:
-            value = int(str(raw))
-        except ValueError:
-            raise InputError(name, format_value(raw), "must be a whole number") from None
-        if isinstance(raw, bool) or not minimum <= value <= maximum:
+        value = parse_integer(raw)
+        if value is None:
+            raise InputError(name, format_value(raw), "must be a whole number")
+        if not minimum <= value <= maximum:
             raise InputError(name, format_value(raw), f"must be from {minimum} to {maximum}")
         return value
 
@@ -324,11 +404,8 @@ def real(
     )
 
     def read_real(name: str, raw: Any) -> float:
-        try:
-            value = math.nan if isinstance(raw, bool) else float(str(raw))
-        except ValueError:
-            value = math.nan
-        if math.isnan(value):
+        value = parse_number(raw)
+        if value is None:
             raise InputError(name, format_value(raw), "must be a number")
         is_allowed = (value > minimum if exclude_min else value >= minimum) and (
             value < maximum if exclude_max else value <= maximum
@@ -352,8 +429,7 @@ def real(
 )
 def read_timesteps(name: str, raw: Any) -> tuple[float, ...]:
     """Reads `T1,T2,...`, the timestep of each step."""
-    raw = raw.tolist() if hasattr(raw, "tolist") else raw  # an array or tensor
-    parts = raw.split(",") if isinstance(raw, str) else raw
+    parts = split_list(raw)
     read_number = real(0, 1000, exclude_min=True)
     numbers = [read_number(name, part) for part in parts] if isinstance(parts, list | tuple) else []
     if not numbers or any(b >= a for a, b in zip(numbers, numbers[1:], strict=False)):
@@ -366,7 +442,7 @@ def parse_step_list(name: str, text: str, noun: str = "step") -> tuple[int, ...]
     """Parses numbers such as `0-5,8,11` of steps, or of `noun`s, into a rising sequence."""
     indices: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip())
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip(" "), re.ASCII)
         if match is None:
             remedy = f"give {noun} numbers from 0, for example 0-5,8,11"
             raise InputError(name, why=f"has the {noun}s {format_value(text)}", remedy=remedy)
@@ -413,7 +489,7 @@ def read_clip_frames(name: str, raw: Any) -> int:
 )
 def read_preview(name: str, raw: Any) -> int:
     """Reads the steps between two previews: a number, true (1) or false (0)."""
-    word = format_value(raw, str).lower()
+    word = _get_word(raw).lower()
     if word in ("true", "false"):
         return int(word == "true")
     try:
@@ -423,15 +499,15 @@ def read_preview(name: str, raw: Any) -> int:
         raise InputError(name, format_value(raw), why) from None
 
 
-@partial(Reader, metavar="W*H", schema={"type": "string", "pattern": r"^\d+[*xX]\d+$"})
+@partial(Reader, metavar="W*H", schema=_SIZE_SCHEMA)
 def read_size(name: str, raw: Any) -> tuple[int, int]:
     """Reads `W*H` or `WxH` in pixels, or [W, H] from JSON."""
-    parts: Sequence[Any] = re.split(r"[*xX]", raw) if isinstance(raw, str) else raw
-    try:
-        width, height = (int(str(part)) for part in parts)
-    except (TypeError, ValueError):
+    parts = re.split(r"[*xX]", raw) if isinstance(raw, str) else raw
+    sides = [parse_integer(part) for part in parts] if isinstance(parts, list | tuple) else []
+    if len(sides) != 2 or None in sides:
         why = "must be WIDTH*HEIGHT, for example 832*480"
-        raise InputError(name, format_value(raw), why) from None
+        raise InputError(name, format_value(raw), why)
+    width, height = (int(side or 0) for side in sides)
     if min(width, height) < 1 or max(width, height) > _MAX_SIDE:
         why = f"must have a width and height from 1 to {_MAX_SIDE}"
         raise InputError(name, format_value(raw), why)
@@ -445,7 +521,7 @@ def read_size(name: str, raw: Any) -> tuple[int, int]:
 )
 def read_guide_scale(name: str, raw: Any) -> tuple[float, float]:
     """Reads one number for both experts, or `LOW,HIGH` (low-noise expert first, as officially)."""
-    parts = raw.split(",") if isinstance(raw, str) else raw
+    parts = split_list(raw)
     parts = parts if isinstance(parts, list | tuple) else [parts]
     if not 1 <= len(parts) <= 2:
         raise InputError(
@@ -458,7 +534,7 @@ def read_guide_scale(name: str, raw: Any) -> tuple[float, float]:
 @partial(Reader, metavar="INSIDE,BETWEEN")
 def read_link_rates(name: str, raw: Any) -> tuple[float, float]:
     """Reads the bandwidths inside a machine and between machines, two positive numbers."""
-    parts = raw.split(",") if isinstance(raw, str) else raw
+    parts = split_list(raw)
     if not isinstance(parts, list | tuple) or len(parts) != 2:
         raise InputError(name, format_value(raw), "must be two numbers, INSIDE,BETWEEN")
     read_number = real(0, 1e6, exclude_min=True)
@@ -478,5 +554,5 @@ def read_steps(name: str, raw: Any) -> tuple[int, ...]:
 )
 def read_blocks(name: str, raw: Any) -> tuple[int, ...]:
     """Reads block numbers: text such as `9,10` or `8-10`, one number, or a list of numbers."""
-    numbers = raw if isinstance(raw, list | tuple) else [raw]
-    return parse_step_list(name, ",".join(map(str, numbers)), "block")
+    blocks = raw if isinstance(raw, list | tuple) else [raw]
+    return parse_step_list(name, ",".join(map(_get_word, blocks)), "block")

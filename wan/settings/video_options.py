@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wan.settings import values
-from wan.settings.fields import REQUIRED, command_option, load_option, option
+from wan.settings.fields import (
+    REQUIRED,
+    HelpText,
+    command_option,
+    list_options,
+    load_option,
+    option,
+)
 from wan.settings.guidance import Guidance
 from wan.settings.noise_tables import NOISE_TABLES, OFFICIAL_TABLE
 from wan.settings.presets import TASKS_OF_KIND, TRAIN_TIMESTEPS, Preset
@@ -23,6 +30,10 @@ _VIDEO_TO_VIDEO = (*TASKS_OF_KIND["t2v"], *TASKS_OF_KIND["ti2v"])
 MAX_REFERENCE_IMAGES = 16  # of `src_ref_images`; each adds a latent frame
 
 
+def _list_tasks(*kinds: str) -> tuple[str, ...]:
+    return tuple(task for kind in kinds for task in TASKS_OF_KIND[kind])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Sampling settings. Pairs of numbers are (low-noise expert, high-noise expert)."""
@@ -30,14 +41,16 @@ class Sampling:
     sample_solver: str = option(
         "unipc",
         choice(*SOLVERS),
-        "; ".join(f"{name}: {row.help}" for name, row in SOLVERS.items()),
+        HelpText(
+            "; ".join(f"{name}: {row.help}" for name, row in SOLVERS.items()), "default unipc"
+        ),
         diffusers="scheduler",
         checkpoint=True,
     )
     sample_steps: int = option(
         REQUIRED,
         integer(1, TRAIN_TIMESTEPS),
-        "number of sampling steps (default: the task's)",
+        HelpText("number of sampling steps", "default: the task's"),
         keyword="sampling_steps",
         diffusers="num_inference_steps",
         checkpoint=True,
@@ -46,7 +59,9 @@ class Sampling:
     sample_shift: float = option(
         REQUIRED,
         real(0.001, 1000),
-        "shift of the noise schedule; larger: more steps at high noise (default: the task's)",
+        HelpText(
+            "shift of the noise schedule; larger: more steps at high noise", "default: the task's"
+        ),
         keyword="shift",
         diffusers="flow_shift",
         checkpoint=True,
@@ -54,34 +69,43 @@ class Sampling:
     sigmas: str = option(
         OFFICIAL_TABLE,
         choice(OFFICIAL_TABLE, *NOISE_TABLES),
-        "noise table that --sample_shift shifts; official (default): equal steps; simple, beta, "
-        "beta57: as in ComfyUI, beta and beta57 with more steps at both ends",
+        HelpText(
+            "noise table that `sample_shift` shifts; official: equal steps; simple, beta, beta57: "
+            "as in ComfyUI, beta and beta57 with more steps at both ends",
+            "default official",
+        ),
     )
     timesteps: tuple[float, ...] | None = option(
         None,
         values.read_timesteps,
-        "timestep of each step, falling, above 0 to 1000, for "
-        f"{values.join_with_or(SOLVERS_OF_ANY_TIMESTEPS)} (default: from --sample_steps and "
-        "--sample_shift)",
+        HelpText(
+            "timestep of each step, falling, above 0 to 1000, for "
+            f"{values.join_with_or(SOLVERS_OF_ANY_TIMESTEPS)}",
+            "default: from `sample_steps` and `sample_shift`",
+        ),
         diffusers=True,
     )
     boundary_step: int | None = option(
         None,
         integer(0, TRAIN_TIMESTEPS),
-        "number of steps of the high-noise expert (default: by timestep)",
+        HelpText("number of steps of the high-noise expert", "default: by timestep"),
         diffusers="boundary_ratio",
     )
-    ode: bool = option(False, switch, "add no noise between the steps of rcm (default false)")
+    ode: bool = option(
+        False, switch, HelpText("add no noise between the steps of rcm", "default false")
+    )
     sigma_max: float | None = option(
         None,
         real(0, 1e6, exclude_min=True),
-        "noise-to-data ratio of the first step of rcm (default: t2v 80, i2v 200)",
+        HelpText("noise-to-data ratio of the first step of rcm", "default: t2v 80, i2v 200"),
     )
     sample_guide_scale: tuple[float, float] = option(
         REQUIRED,
         values.read_guide_scale,
-        "guidance scale: one number, or LOW,HIGH for the two experts; 1: no guidance (default: the "
-        "task's)",
+        HelpText(
+            "guidance scale: one number, or LOW,HIGH for the two experts; 1: no guidance",
+            "default: the task's",
+        ),
         keyword="guide_scale",
         diffusers="guidance_scale",
         checkpoint=True,
@@ -90,7 +114,7 @@ class Sampling:
     base_seed: int = option(
         REQUIRED,
         integer(-(2**63), 2**63 - 1),
-        "seed of the noise; negative: random (default -1)",
+        HelpText("seed of the noise; negative: random", "default -1"),
         keyword="seed",
         diffusers="generator",
         common=True,
@@ -129,7 +153,7 @@ class VideoSettings(Sampling, Guidance):
     prompt: str = option(
         REQUIRED,
         values.read_text_value,
-        "text prompt (default: an example)",
+        HelpText("text prompt", "default: an example"),
         keyword="input_prompt",
         diffusers=True,
         checkpoint=True,
@@ -138,7 +162,7 @@ class VideoSettings(Sampling, Guidance):
     negative_prompt: str = option(
         REQUIRED,
         values.read_text_value,
-        "negative prompt (default, or '': the official one)",
+        HelpText("negative prompt", "default, or '': the official one"),
         keyword="n_prompt",
         diffusers=True,
         checkpoint=True,
@@ -147,7 +171,15 @@ class VideoSettings(Sampling, Guidance):
     size: Size = option(
         REQUIRED,
         values.read_size,
-        "width and height in pixels; with an image only their area counts (default: the task's)",
+        HelpText(
+            "width and height in pixels; with an image only their area counts",
+            "default: the task's",
+            {
+                "t2v": "width and height in pixels",
+                "vace": "width and height in pixels; with a source video only their area counts",
+                "animate": "width and height in pixels, which are those of the pose video",
+            },
+        ),
         diffusers=True,
         checkpoint=True,
         common=True,
@@ -155,7 +187,12 @@ class VideoSettings(Sampling, Guidance):
     frame_num: int = option(
         REQUIRED,
         values.read_frame_num,
-        "frames of the video or clip (default: the task's)",
+        HelpText(
+            "frames of the video or clip",
+            "default: the task's",
+            dict.fromkeys(("t2v", "ti2v", "vace"), "frames of the video")
+            | dict.fromkeys(("animate", "animate2"), "frames of a clip"),
+        ),
         diffusers="num_frames",
         checkpoint=True,
         common=True,
@@ -163,15 +200,19 @@ class VideoSettings(Sampling, Guidance):
     infer_frames: int | None = option(
         None,
         values.read_clip_frames,
-        "frames of a clip, 4n (s2v; default 80)",
+        HelpText("frames of a clip, 4n", "s2v; default 80"),
         checkpoint=True,
         tasks=TASKS_OF_KIND["s2v"],
     )
     num_clip: int | None = option(
         None,
         integer(1, 10_000),
-        "number of clips (i2v-A14B; default 1); for s2v, animate and animate2 the maximum "
-        "(default: as long as the audio or video)",
+        HelpText(
+            "number of clips, for s2v, animate and animate2 the maximum",
+            "i2v-A14B: default 1; else as long as the audio or video",
+            {"i2v": "number of clips"}
+            | dict.fromkeys(("s2v", "animate", "animate2"), "number of clips at most"),
+        ),
         keyword="num_repeat",
         alias="clips",
         tasks=("i2v-A14B", *TASKS_OF_KIND["s2v"], *_ANIMATE),
@@ -179,70 +220,85 @@ class VideoSettings(Sampling, Guidance):
     chain: str | None = option(
         None,
         choice("latent", "frame"),
-        "start of the next clip: last latent (SVI 2.0 Pro) or last frame of the previous clip "
-        "(i2v-A14B; default: latent with SVI's LoRA, else frame)",
+        HelpText(
+            "start of the next clip: last latent (SVI 2.0 Pro) or last frame of the previous clip",
+            "i2v-A14B; default: latent with SVI's LoRA, else frame",
+        ),
         checkpoint=True,
         tasks=("i2v-A14B",),
     )
     clip_prompts: tuple[str, ...] | None = option(
         None,
         values.read_text_values,
-        "a prompt for each clip (i2v-A14B; default: --prompt for all clips)",
+        HelpText("a prompt for each clip", "i2v-A14B; default: `prompt` for all clips"),
         tasks=("i2v-A14B",),
     )
     start_from_ref: bool | None = option(
         None,
         switch,
-        "start from the image instead of gray, and keep the first 3 frames (s2v; default false)",
+        HelpText(
+            "start from the image instead of gray, and keep the first 3 frames",
+            "s2v; default false",
+        ),
         keyword="init_first_frame",
         tasks=TASKS_OF_KIND["s2v"],
     )
     refert_num: int | None = option(
         None,
         choice(1, 5),
-        "number of frames that consecutive clips share (animate, animate2; default 1)",
+        HelpText("number of frames that consecutive clips share", "animate, animate2; default 1"),
         tasks=_ANIMATE,
     )
     log_scale: float | None = option(
         None,
         real(-100, 100),
-        "added to the attention logits of the video's first latent frame (animate2; default 0; "
-        "distilled: -1.3)",
+        HelpText(
+            "added to the attention logits of the video's first latent frame",
+            "animate2; default 0; distilled: -1.3",
+        ),
         tasks=TASKS_OF_KIND["animate2"],
     )
     replace_flag: bool | None = option(
         None,
         switch,
-        "put the character into src_bg.mp4 (animate; default false)",
+        HelpText("put the character into the video src_bg", "animate; default false"),
         tasks=TASKS_OF_KIND["animate"],
     )
     conditioning_scale: tuple[float, ...] | None = option(
         None,
         values.read_factors,
-        "strength of the control, one number or one per control block (vace; default 1)",
+        HelpText("strength of the control, one number or one per control block", "vace; default 1"),
         keyword="context_scale",
         tasks=TASKS_OF_KIND["vace"],
     )
     strength: float | None = option(
         None,
         real(0, 1, exclude_min=True),
-        "share of the steps that are computed, from the noisy --src_video on (t2v, ti2v; default "
-        "0.8; with --refine the steps of the low-noise expert)",
+        HelpText(
+            "share of the steps that are computed, from the noisy `src_video` on",
+            "t2v, ti2v; default 0.8; with `refine` the steps of the low-noise expert",
+        ),
         needs="src_video",
         tasks=_VIDEO_TO_VIDEO,
     )
     refine: bool | None = option(
         None,
         switch,
-        "compute all steps from --src_video on with the low-noise expert (t2v-A14B; default false)",
+        HelpText(
+            "compute all steps from `src_video` on with the low-noise expert",
+            "t2v-A14B; default false",
+        ),
         needs="src_video",
         tasks=("t2v-A14B",),
     )
     preview: int = option(
         0,
         values.read_preview,
-        "steps between two pictures of the predicted video, NAME.preview.jpg, until it is complete "
-        "(default 0: none)",
+        HelpText(
+            "picture of the predicted video after each step, or after every N steps",
+            "default 0: none",
+            command_line=", as NAME.preview.jpg until the video is complete",
+        ),
         record=False,
         python=None,
         line=True,
@@ -279,21 +335,26 @@ class ImageOptions:
     image: Path | None = option(
         None,
         values.read_path,
-        "image to start from (i2v, s2v: needed; ti2v: optional), or of the character (animate2: "
-        "needed; default none)",
+        HelpText(
+            note="i2v, s2v, animate2: needed; default none",
+            kinds=dict.fromkeys(("i2v", "ti2v", "s2v"), "image to start from")
+            | {"animate2": "image of the character"},
+        ),
         keyword="img",
         diffusers=True,
         common=True,
         media="image/*",
-        tasks=sum((TASKS_OF_KIND[kind] for kind in ("i2v", "ti2v", "s2v", "animate2")), ()),
+        tasks=_list_tasks("i2v", "ti2v", "s2v", "animate2"),
+        needed=dict.fromkeys(_list_tasks("i2v", "s2v", "animate2"), ()),
     )
     last_image: Path | None = option(
         None,
         values.read_path,
-        "image to end with (flf2v: needed, i2v-A14B: optional; default none)",
+        HelpText("image to end with", "flf2v: needed, i2v-A14B: optional; default none"),
         diffusers=True,
         media="image/*",
         tasks=("i2v-A14B", "flf2v-14B"),
+        needed={"flf2v-14B": ()},
     )
 
 
@@ -304,23 +365,26 @@ class SpeechOptions:
     audio: Path | None = option(
         None,
         values.read_path,
-        "audio file, or video file with an audio track (s2v: needed; default none)",
+        HelpText("audio file, or video file with an audio track", "s2v: needed; default none"),
         keyword="audio_path",
         media="audio/*,video/*",
         tasks=TASKS_OF_KIND["s2v"],
+        needed=dict.fromkeys(TASKS_OF_KIND["s2v"], ()),
     )
     pose_video: Path | None = option(
         None,
         values.read_path,
-        "video whose poses the character follows (s2v; default none)",
+        HelpText("video whose poses the character follows", "s2v; default none"),
         media="video/*",
         tasks=TASKS_OF_KIND["s2v"],
     )
     audio_sync: bool = command_option(
         False,
         switch,
-        "cut the first 3/16 s of the audio, by which officially the video runs ahead of it (s2v; "
-        "default false)",
+        HelpText(
+            "cut the first 3/16 s of the audio, by which officially the video runs ahead of it",
+            "s2v; default false",
+        ),
         line=True,
         tasks=TASKS_OF_KIND["s2v"],
     )
@@ -333,8 +397,12 @@ class AnimateOptions:
     src_root_path: Path | None = option(
         None,
         values.read_path,
-        "folder with src_pose.mp4, src_face.mp4 and src_ref.png (animate: needed; default none)",
+        HelpText(
+            "folder with src_pose.mp4, src_face.mp4 and src_ref.png",
+            "animate: needed; default none",
+        ),
         tasks=TASKS_OF_KIND["animate"],
+        needed=dict.fromkeys(TASKS_OF_KIND["animate"], ()),
     )
 
 
@@ -345,27 +413,47 @@ class VaceOptions:
     src_video: Path | None = option(
         None,
         values.read_path,
-        "video to edit; t2v, ti2v: or latents of --save_latents; vace: or control video, this or "
-        "--src_ref_images is needed; animate2: driving video, needed (default none)",
+        HelpText(
+            note="animate2: needed; vace: this or `src_ref_images` is needed; default none",
+            kinds=dict.fromkeys(("t2v", "ti2v"), "video to edit, or latents of `save_latents`")
+            | {"vace": "video to edit, or control video", "animate2": "driving video"},
+        ),
         media="video/*",
         tasks=(*_VIDEO_TO_VIDEO, *TASKS_OF_KIND["vace"], *TASKS_OF_KIND["animate2"]),
+        needed=dict.fromkeys(TASKS_OF_KIND["vace"], ("src_ref_images",))
+        | dict.fromkeys(TASKS_OF_KIND["animate2"], ()),
     )
     src_mask: Path | None = option(
         None,
         values.read_path,
-        "mask video: white is generated, black is kept (vace; default: all white)",
+        HelpText(
+            "mask video, or one image for all frames: white is generated, black is kept",
+            "vace; default: all white",
+        ),
         needs="src_video",
-        media="video/*",
+        media="video/*,image/*",
         tasks=TASKS_OF_KIND["vace"],
     )
     src_ref_images: tuple[str, ...] = option(
         (),
         values.read_image_files,
-        "reference images, separated by commas or the flag repeated (vace; default none)",
+        HelpText(
+            "reference images",
+            "vace: this or `src_video` is needed; default none",
+            command_line=", separated by commas or the flag repeated",
+        ),
         media="image/*",
         tasks=TASKS_OF_KIND["vace"],
+        needed=dict.fromkeys(TASKS_OF_KIND["vace"], ("src_video",)),
     )
 
 
 INPUT_OPTIONS: tuple[type, ...] = (ImageOptions, SpeechOptions, AnimateOptions, VaceOptions)
 """The dataclasses of the options for input files."""
+
+
+def list_needed_inputs(task: str) -> list[tuple[str, ...]]:
+    """Returns groups of input settings; a video of the task needs one of each group."""
+    options = {name: flag for group in INPUT_OPTIONS for name, flag in list_options(group).items()}
+    groups = [(name, *flag.needed[task]) for name, flag in options.items() if task in flag.needed]
+    return [group for index, group in enumerate(groups) if group[::-1] not in groups[:index]]

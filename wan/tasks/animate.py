@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from wan.media import images
 from wan.media.video_reader import FrameReader, VideoFile, read_frames_at, read_video
-from wan.settings.errors import InputError
+from wan.settings.errors import FileChangedError, InputError
 from wan.settings.noise_schedule import count_noise_samples
 from wan.settings.presets import FACE_SIZE, Preset
 from wan.settings.rules import Values
+from wan.settings.values import join_with_and
 from wan.settings.video_options import Size
 from wan.tasks.base import (
     DenoiseInputs,
@@ -28,8 +29,8 @@ from wan.tasks.base import (
     VideoParams,
     check_clip_settings,
     make_noise_sampler,
-    require_input,
 )
+from wan.tasks.needed_inputs import check_needed_inputs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,12 +69,14 @@ class Animate(Task):
     network = "wan.modules.animate:WanAnimateModel"
     diffusers_classes = ("WanAnimatePipeline", "WanAnimateTransformer3DModel")
     upload_names: ClassVar = {Path(name).stem: name for name in ANIMATE_FILES}
+    needed_uploads = tuple(Path(name).stem for name in (_REFERENCE_IMAGE, *_MOTION_VIDEOS.values()))
+    scene_uploads = tuple(Path(name).stem for name in _SCENE_VIDEOS.values())
     uploads_without_prompt: ClassVar = frozenset({"src_root_path"})
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> Inputs:
-        folder, remedy = values.get("src_root_path"), "give it with `src_root_path`"
-        is_complete = folder is not None or not required
-        require_input(preset, "needs a preprocessed folder", remedy, is_complete)
+        if required:
+            check_needed_inputs(preset, values)
+        folder = values.get("src_root_path")
         if folder is None:
             return Inputs()
         return read_animate_folder(folder, bool(values.get("replace_flag")))
@@ -191,6 +194,7 @@ class AnimateClips:
         self._reference = torch.cat((torch.ones_like(latents[:4]), latents))
         black = torch.full((1, 3, 1, 1, 1), -1.0, device=latents.device)
         self._black_faces = black.expand(-1, -1, params.frame_num, FACE_SIZE, FACE_SIZE)
+        self._last_frames: Tensor | None = None
 
     def prepare_clip(self, index: int, state: Tensor | None) -> tuple[VideoParams, DenoiseInputs]:
         import torch
@@ -223,16 +227,21 @@ class AnimateClips:
         return latents_Zfhw[:, 1:]
 
     def trim_frames(self, index: int, frames_3FHW: Tensor) -> Tensor:
-        new_frames = frames_3FHW[:, self._params.refert_num if index else 0 :]
+        """Returns the clip's own frames, and keeps the last ones of all for `make_state`.
+
+        A clip may have fewer own frames than it shares with the next one.
+        """
+        num_overlap_frames = self._params.refert_num or 0
+        self._last_frames = frames_3FHW[:, -num_overlap_frames:].float().contiguous()
+        new_frames = frames_3FHW[:, num_overlap_frames if index else 0 :]
         return new_frames[:, : self._params.count_clip_frames(index)]
 
     def make_state(self, latents_Zfhw: Tensor, frames_3FHW: Tensor | None) -> Tensor:
-        """Returns the last `refert_num` frames, [3,F,H,W]."""
-        count = self._params.refert_num or 0
+        """Returns the last `refert_num` frames of the untrimmed clip, [3,F,H,W]."""
 
         def get_last_frames() -> Tensor:
-            assert frames_3FHW is not None, "the main rank has them"
-            return frames_3FHW[:, -count:].float().clamp(-1, 1).contiguous()
+            assert self._last_frames is not None, "the main rank has them"
+            return self._last_frames
 
         return self._encoders.run_on_rank0(get_last_frames).cpu()
 
@@ -254,7 +263,7 @@ def read_animate_folder(folder: Path, replace_character: bool) -> AnimateInputs:
         raise InputError(setting, folder, why, f"give a folder with {_list_file_names(names)}")
     missing = [name for name in (_REFERENCE_IMAGE, *names.values()) if not (folder / name).exists()]
     if missing:
-        why = f"lacks {_join_with_and(missing)}"
+        why = f"lacks {join_with_and(missing)}"
         condition = " with `replace_flag`" if replace_character else ""
         remedy = f"{_REMEDY};{condition} the folder must contain {_list_file_names(names)}"
         raise InputError(setting, folder, why, remedy)
@@ -283,12 +292,7 @@ def read_animate_folder(folder: Path, replace_character: bool) -> AnimateInputs:
 
 
 def _list_file_names(names: Mapping[str, str]) -> str:
-    return _join_with_and([_REFERENCE_IMAGE, *names.values()])
-
-
-def _join_with_and(names: Sequence[str]) -> str:
-    *first_names, last = names
-    return f"{', '.join(first_names)} and {last}" if first_names else last
+    return join_with_and([_REFERENCE_IMAGE, *names.values()])
 
 
 def _check_pose_size(pose: VideoFile) -> None:
@@ -385,6 +389,11 @@ def make_known_frames(
         known_mask = 1 - masks[:, :: height // rows, :: width // columns]
     if previous_frames is not None:
         num_overlap_frames = previous_frames.shape[1]
+        if num_overlap_frames != params.refert_num:  # stored by a version that kept fewer
+            raise FileChangedError(
+                f"The last stored clip holds {num_overlap_frames} frames for the next one instead "
+                f"of {params.refert_num}; remove the folder of clips and start again."
+            )
         frames[:, :num_overlap_frames] = previous_frames.to(frames.device)
         known_mask[:num_overlap_frames] = 1
     return frames, fold_mask_to_latent(known_mask)

@@ -40,8 +40,8 @@ from wan.tasks.base import (
     check_clip_settings,
     check_nonzero_size,
     make_noise_sampler,
-    require_input,
 )
+from wan.tasks.needed_inputs import check_needed_inputs
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
@@ -81,16 +81,13 @@ class Animate2(Animate):
     runs_in_lockstep = False
     diffusers_classes = ("WanAnimate2ModularPipeline", "WanAnimate2Transformer3DModel")
     upload_names: ClassVar = {}
+    needed_uploads = scene_uploads = ()
     uploads_without_prompt: ClassVar = frozenset({"image", "src_video"})
     fixed_prompts = (REFERENCE_PROMPT,)
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> Animate2Inputs:
-        for name, problem in (
-            ("image", "needs an image of the character"),
-            ("src_video", "needs a driving video"),
-        ):
-            is_present = name in values or not required
-            require_input(preset, problem, f"give one with `{name}`", is_present)
+        if required:
+            check_needed_inputs(preset, values)
         path, image = values.get("src_video"), images.read_image_setting(values, "image")
         if path is None:
             return Animate2Inputs(image=image)
@@ -256,20 +253,10 @@ class Animate2Clips(AnimateClips):
     def trim_frames(self, index: int, frames_3FHW: Tensor) -> Tensor:
         """Returns the clip's own frames without the borders."""
         params = self._params
-        self._last_frames = frames_3FHW[:, -(params.refert_num or 0) :].float().contiguous()
         width, height = params.video_size
         x, y = compute_content_offset(params)
         frames = super().trim_frames(index, frames_3FHW)
         return frames[..., y : y + height, x : x + width]
-
-    def make_state(self, latents_Zfhw: Tensor, frames_3FHW: Tensor | None) -> Tensor:
-        """Returns the last `refert_num` frames with their borders, [3,F,H,W]."""
-
-        def get_last_frames() -> Tensor:
-            assert self._last_frames is not None, "the main rank has them"
-            return self._last_frames
-
-        return self._encoders.run_on_rank0(get_last_frames).cpu()
 
     def _read_driving_frames(self, indices: Sequence[int]) -> Tensor:
         """Reads frames of the resampled driving video, [3,F,H,W], and letterboxes them."""

@@ -222,6 +222,7 @@ class Task:
         joins_clips: Whether the clips are encoded to mp4 files one by one, which are joined.
             Otherwise all frames are encoded to one file.
         upload_names: Field of a service's request -> file of the folder `src_root_path`.
+        needed_uploads, scene_uploads: Those of them that are needed: always, with `replace_flag`.
         uploads_without_prompt: Settings with whose files a prompt is optional.
         has_fixed_fps: Whether the frames per second follow from the audio.
         fixed_prompts: Prompts of all videos, which are encoded with those of the video.
@@ -233,6 +234,8 @@ class Task:
     diffusers_classes: ClassVar[tuple[str, str] | None] = ("WanPipeline", "WanTransformer3DModel")
     joins_clips: ClassVar[bool] = False
     upload_names: ClassVar[Mapping[str, str]] = {}
+    needed_uploads: ClassVar[tuple[str, ...]] = ()
+    scene_uploads: ClassVar[tuple[str, ...]] = ()
     uploads_without_prompt: ClassVar[frozenset[str]] = frozenset()
     has_fixed_fps: ClassVar[bool] = False
     fixed_prompts: ClassVar[tuple[str, ...]] = ()
@@ -243,7 +246,7 @@ class Task:
         """Reads and checks the input files, or images in memory, that settings name.
 
         Args:
-            values: Settings; those of other subjects are ignored.
+            values: Settings, merged over the checkpoint's; those of other subjects are ignored.
             required: Refuse a video without an input that the task needs.
 
         Raises:
@@ -529,12 +532,6 @@ def check_nonzero_size(image: Size, size: Size) -> Size:
             remedy="crop the image, or choose a larger `size`",
         )
     return size
-
-
-def require_input(preset: Preset, problem: str, remedy: str, is_present: bool) -> None:
-    """Refuses a video without an input that its task needs."""
-    if not is_present:
-        raise InputError("`task`", preset.task, problem, remedy)
 
 
 def check_clip_settings(preset: Preset, values: Values) -> None:

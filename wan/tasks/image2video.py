@@ -28,8 +28,8 @@ from wan.tasks.base import (
     VideoParams,
     check_nonzero_size,
     make_noise_sampler,
-    require_input,
 )
+from wan.tasks.needed_inputs import check_needed_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,8 +41,8 @@ class ImageToVideo(Task):
     joins_clips = True
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> Inputs:
-        remedy = "give one with `image`"
-        require_input(preset, "starts from an image", remedy, "image" in values or not required)
+        if required:
+            check_needed_inputs(preset, values)
         return Inputs(
             image=images.read_image_setting(values, "image"),
             last_image=images.read_image_setting(values, "last_image"),

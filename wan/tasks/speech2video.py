@@ -40,8 +40,8 @@ from wan.tasks.base import (
     check_clip_settings,
     check_nonzero_size,
     make_noise_sampler,
-    require_input,
 )
+from wan.tasks.needed_inputs import check_needed_inputs
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
@@ -107,15 +107,12 @@ class SpeechToVideo(Task):
     has_fixed_fps = True
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> SpeechInputs:
-        has_image, has_audio = "image" in values, "audio" in values
-        remedy = "give one with `image`"
-        require_input(preset, "starts from an image", remedy, has_image or not required)
-        remedy = "give one with `audio`"
-        require_input(preset, "needs an audio file", remedy, has_audio or not required)
+        if required:
+            check_needed_inputs(preset, values)
         pose = values.get("pose_video")
         return SpeechInputs(
             image=images.read_image_setting(values, "image"),
-            audio=read_audio(values["audio"]) if has_audio else None,
+            audio=read_audio(values["audio"]) if "audio" in values else None,
             audio_sync=bool(values.get("audio_sync")),
             pose=None if pose is None else read_pose_video(pose),
             files=tuple(values[name] for name in ("audio", "pose_video") if name in values),
@@ -129,9 +126,11 @@ class SpeechToVideo(Task):
             why = f"has no effect on {preset.task}, whose clips have `infer_frames`"
             raise InputError("`frame_num`", None, why, "drop it")
         check_clip_settings(preset, values)
-        if values.get("fps", preset.fps) != preset.fps:
+        fps = {"fps": preset.fps, **defaults, **values}["fps"]
+        if fps != preset.fps:
             why = f"would break the sync with the audio: {preset.task} has {preset.fps:g} fps"
-            raise InputError("`fps`", f"{values['fps']:g}", why, "drop it")
+            remedy = "drop it" if "fps" in values else "remove it from generation_config.json"
+            raise InputError("`fps`", f"{fps:g}", why, remedy)
         if values.get("audio_sync") and values.get("start_from_ref"):
             why = "has no effect with `start_from_ref`, where frames and audio start together"
             raise InputError("`audio_sync`", None, why, "drop one of them")

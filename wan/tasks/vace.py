@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from wan.media import images
 from wan.media.video_reader import FrameReader, VideoFile, read_frames_at, read_video
 from wan.settings.errors import InputError
-from wan.settings.fields import list_options
 from wan.settings.presets import Preset
 from wan.settings.rules import Values
-from wan.settings.video_options import MAX_REFERENCE_IMAGES, Size, VaceOptions
+from wan.settings.video_options import MAX_REFERENCE_IMAGES, Size
 from wan.tasks.base import (
     DenoiseInputs,
     Encoders,
@@ -25,8 +24,8 @@ from wan.tasks.base import (
     Inputs,
     Task,
     VideoParams,
-    require_input,
 )
+from wan.tasks.needed_inputs import check_needed_inputs
 from wan.tasks.video2video import (
     SourceInputs,
     check_source_fps,
@@ -38,6 +37,7 @@ from wan.tasks.video2video import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from PIL import Image
     from torch import Tensor
@@ -50,7 +50,7 @@ class VaceInputs(SourceInputs):
     """The inputs of a VACE video.
 
     Attributes:
-        mask_reader: Reads frames of the mask; white pixels are generated.
+        mask_reader: Reads frames of the mask, by luma; white pixels are generated.
     """
 
     mask_reader: FrameReader | None = None
@@ -67,9 +67,8 @@ class Vace(Task):
     diffusers_classes = ("WanVACEPipeline", "WanVACETransformer3DModel")
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> VaceInputs:
-        has_input = any(values.get(name) for name in list_options(VaceOptions))
-        remedy = "give `src_video`, `src_ref_images` or both"
-        require_input(preset, "needs an input", remedy, has_input or not required)
+        if required:
+            check_needed_inputs(preset, values)
         video, mask = values.get("src_video"), values.get("src_mask")
         return read_vace_files(video, mask, values.get("src_ref_images", ()))
 
@@ -132,7 +131,7 @@ def read_vace_files(
 
     Args:
         video: The source video.
-        mask: Its mask, of the same size and length.
+        mask: Its mask, of the same size and length; or an image, the mask of all frames.
         reference_images: Images, or their paths.
 
     Raises:
@@ -156,7 +155,7 @@ def read_vace_files(
     check_source_fps(video_file, _TRAINED_FPS)
     mask_reader: FrameReader | None = None
     if mask is not None:
-        mask_reader = partial(read_frames_at, _read_mask_video(mask, video_file))
+        mask_reader = _read_mask(mask, video_file)
         files = (mask, *files)
     video_reader = partial(read_frames_at, video_file)
     return VaceInputs(
@@ -170,25 +169,43 @@ def read_vace_files(
     )
 
 
-def _read_mask_video(path: Path, video: VideoFile) -> VideoFile:
-    """Reads the metadata of a mask, which must have the size and length of its video."""
-    mask = read_video(path, "`src_mask`")
-    remedy = "give a mask of the same size and length as `src_video`"
+def _read_mask(path: Path, video: VideoFile) -> FrameReader:
+    """Reads a still mask of all frames, or the metadata of a mask video.
+
+    It must have the size of its video, and a mask video its length, too.
+    """
+    remedy = "give a mask of the same size and length as `src_video`, or one image for all frames"
+    mask: Image.Image | VideoFile
+    if images.is_still_image(path):
+        mask = images.read_image(path, "src_mask")
+    else:
+        mask = read_video(path, "`src_mask`")
     if mask.size != video.size:
         why = "has frames of {}x{} pixels, not {}x{}".format(*mask.size, *video.size)
         raise InputError("`src_mask`", path, why, remedy)
+    if not isinstance(mask, VideoFile):
+        return partial(_repeat_image, mask)
     mask = mask.synchronize(video)
     if mask.num_frames != video.num_frames:
         why = f"has {mask.num_frames} frames, not {video.num_frames}"
         raise InputError("`src_mask`", path, why, remedy)
-    return mask
+    return partial(read_frames_at, mask)
+
+
+def _repeat_image(image: Image.Image, indices: Sequence[int]) -> np.ndarray:
+    """Returns an image as each of some frames; implements `FrameReader`."""
+    import numpy as np
+
+    pixels_HW3 = np.asarray(image)
+    return np.broadcast_to(pixels_HW3, (len(indices), *pixels_HW3.shape))
 
 
 def make_vace_context(params: VideoParams, vace_inputs: VaceInputs, encode: EncodeVideo) -> Tensor:
     """Returns the VACE context, float32 [96,f,h,w]: inactive latents, reactive latents, mask.
 
-    The latent frames of the reference images precede those of the video, the last image first, as
-    in diffusers. Without a source video all frames are gray and reactive.
+    The latent frames of the reference images precede those of the video, in the order of the list,
+    as in the official code; diffusers reverses them. Without a source video all frames are gray and
+    reactive.
     """
     import torch
 
@@ -201,20 +218,21 @@ def make_vace_context(params: VideoParams, vace_inputs: VaceInputs, encode: Enco
         video = read_frames_at_size(vace_inputs.video_reader, num_frames, size).permute(3, 0, 1, 2)
         is_reactive_FHW = mask_FHW.bool()
         if vace_inputs.mask_reader is not None:
-            mask_FHW = read_frames_at_size(vace_inputs.mask_reader, num_frames, size)[
-                ..., 0
-            ].contiguous()
+            mask_FHW3 = read_frames_at_size(vace_inputs.mask_reader, num_frames, size).numpy()
+            mask_FHW = torch.from_numpy(images.convert_to_luma(mask_FHW3))
+            del mask_FHW3
             is_reactive_FHW = mask_FHW > 127
         inactive = encode(normalize_bytes(video).mul_(~is_reactive_FHW))
         reactive = encode(normalize_bytes(video).mul_(is_reactive_FHW))
         del video, is_reactive_FHW
     mask_channels = fold_mask_to_vace_channels(mask_FHW, inactive.shape[1:]).to(inactive.device)
     context = torch.cat((inactive, reactive, mask_channels))
+    reference_frames = []
     for image in vace_inputs.reference_images:
         latent = encode(paste_image_on_canvas(image, size)).to(inactive.device)
         zeros = torch.zeros(len(context) - len(latent), *latent.shape[1:], device=inactive.device)
-        context = torch.cat((torch.cat((latent, zeros)), context), dim=1)
-    return context
+        reference_frames.append(torch.cat((latent, zeros)))
+    return torch.cat((*reference_frames, context), dim=1)
 
 
 def fold_mask_to_vace_channels(mask_FHW: Tensor, latents_fhw: torch.Size) -> Tensor:

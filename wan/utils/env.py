@@ -9,7 +9,7 @@ from typing import Any
 
 from wan.settings.errors import COMMAND_LINE_NAMING, FlagNaming, InputError
 from wan.settings.flags import FLAGS
-from wan.settings.values import join_with_or
+from wan.settings.values import expand_home, join_with_or
 
 _UNSUPPORTED_VARIABLES: dict[str, tuple[str | None, str]] = {
     "USE_SUB_HEAD": (
@@ -141,7 +141,7 @@ def _matches_setting_value(meaning: Any, value: str) -> bool:
 def find_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Returns the folder of randomly initialised demo checkpoints."""
     base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "wan"
+    return (Path(base) if base else expand_home("The cache folder", "~/.cache")) / "wan"
 
 
 def _read_rank_index(name: str, environ: Mapping[str, str]) -> int:

@@ -327,9 +327,40 @@ def write_folder(path: Path) -> Iterator[Path]:
         raise
 
 
+def find_link_error(path: Path) -> InputError | None:
+    """Returns the refusal of a path that is, or lies behind, a link to nothing; else None."""
+    if os.path.exists(path):
+        return None
+    for link in (path, *path.parents):
+        if os.path.islink(link) and not os.path.exists(link):
+            why = f"is a link to {os.readlink(link)}, which does not exist"
+            remedy = "download what it stands for again, or remove the link"
+            return InputError(f"{link}", None, why, remedy)
+    return None
+
+
+def check_link(path: Path) -> None:
+    """Refuses a path that is, or lies behind, a link to nothing."""
+    if (error := find_link_error(path)) is not None:
+        raise error
+
+
+def has_file(path: Path) -> bool:
+    """Returns whether a path is a file; InputError for a link to nothing."""
+    check_link(path)
+    return path.is_file()
+
+
+def has_folder(path: Path) -> bool:
+    """Returns whether a path is a folder; InputError for a link to nothing."""
+    check_link(path)
+    return path.is_dir()
+
+
 @contextmanager
 def open_regular_file(path: Path) -> Iterator[BinaryIO]:
     """Opens a regular file; devices and pipes are refused, since reading them may not end."""
+    check_link(path)
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise InputError(f"{path}", None, "is not a regular file", "give another one")

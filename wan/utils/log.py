@@ -16,23 +16,42 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from wan.settings.errors import escape_controls
+
 logger = logging.getLogger("wan")
 _SILENT = ContextVar("silent", default=False)
+_SHOWS_PROGRESS: ContextVar[bool | None] = ContextVar("shows_progress", default=None)
 logger.addFilter(lambda record: record.levelno >= logging.WARNING or not _SILENT.get())
 _PROMPTS_HIDDEN = threading.Event()
 
 
 class _Handler(logging.StreamHandler):
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints a message above the progress bars of a terminal."""
+        tqdm = sys.modules.get("tqdm")
+        if tqdm is None or _logs_progress():
+            super().emit(record)
+            return
+        with tqdm.tqdm.external_write_mode(self.stream):
+            super().emit(record)
+
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignores that the reader of stdout has closed it (`| head`)."""
         if not isinstance(sys.exception(), BrokenPipeError):
             super().handleError(record)
 
 
+class _Formatter(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Formats a message on one line, whatever names of files and tensors it holds."""
+        record.message = escape_controls(record.message)
+        return super().formatMessage(record)
+
+
 def set_up_logging(main_rank: bool = True) -> None:
     """Sends messages to stdout: INFO and above on the main rank, errors only on the others."""
     handler = _Handler(sys.stdout)
-    handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
+    handler.setFormatter(_Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if main_rank else logging.ERROR)
@@ -54,6 +73,19 @@ def silence_thread() -> Iterator[None]:
         _SILENT.reset(token)
 
 
+@contextmanager
+def show_progress(is_shown: bool) -> Iterator[None]:
+    """Shows or hides progress bars in this context, whatever the level of the log is.
+
+    Those that are shown are written to stderr or into a notebook, not to the log.
+    """
+    token = _SHOWS_PROGRESS.set(is_shown)
+    try:
+        yield
+    finally:
+        _SHOWS_PROGRESS.reset(token)
+
+
 def hide_prompts() -> None:
     """Keeps prompts out of this process's log."""
     _PROMPTS_HIDDEN.set()
@@ -65,30 +97,49 @@ def format_prompt(text: str) -> str:
 
 
 def make_progress_bar(total: int | None, description: str, unit: str) -> Any:
-    """Returns a tqdm bar, disabled on other ranks and without `set_up_logging` (Python API).
+    """Returns a tqdm bar; it is disabled on other ranks, in silent threads and by `show_progress`.
 
-    Without a terminal it writes a log line twice a minute and at each refresh.
+    Without a terminal it writes a log line twice a minute and at each refresh. A bar inside of
+    another one is removed when it is closed.
     """
-    from tqdm import tqdm
+    from tqdm.auto import tqdm
 
-    log_options: dict[str, Any] = {}
-    if sys.stderr is None or not sys.stderr.isatty():
-        bar_format = "{desc}: {n_fmt}/{total_fmt} {unit}s, about {remaining} left"
-        log_options = {
-            "file": _LogWriter(),
-            "mininterval": 30,
-            "delay": 30,
-            "bar_format": bar_format,
-        }
+    is_shown, log_options = _SHOWS_PROGRESS.get(), dict[str, Any]()
+    if is_shown is None:
+        is_shown = logger.isEnabledFor(logging.INFO)
+        if _logs_progress():
+            log_options = {
+                "file": _LogWriter(),
+                "mininterval": 30,
+                "delay": 30,
+                "bar_format": "{desc}: {n_fmt}/{total_fmt} {unit}s, about {remaining} left"
+                "{postfix}",
+                "position": 0,  # no movement of a cursor
+            }
+    elif sys.stderr is None:
+        is_shown = False
     return tqdm(
         total=total,
         desc=description,
         unit=unit,
         unit_scale=unit == "B",
-        disable=_SILENT.get() or not logger.isEnabledFor(logging.INFO),
+        disable=_SILENT.get() or not is_shown,
         dynamic_ncols=not log_options,
+        leave=None,
         **log_options,
     )
+
+
+def make_step_bar(num_steps: int, stage: str = "loading") -> Any:
+    """Returns the bar of denoising steps; until the first of them it shows this stage."""
+    bar = make_progress_bar(num_steps, "sampling", "step")
+    bar.set_postfix_str(stage)
+    return bar
+
+
+def _logs_progress() -> bool:
+    """Whether progress is written to the log, because there is no terminal."""
+    return sys.stderr is None or not sys.stderr.isatty()
 
 
 def format_duration(seconds: float) -> str:

@@ -244,10 +244,14 @@ def _read_group_headroom(group: Path, limit: str, usage: str, cached: str) -> li
 
 def has_bfloat16() -> bool:
     """Returns whether this CPU has bfloat16 matrix or dot-product instructions (Linux)."""
+    return re.search(r"\b(amx_bf16|avx512_bf16|bf16)\b", read_cpu_features()) is not None
+
+
+def read_cpu_features() -> str:
+    """Returns the names of this CPU's instruction sets in /proc/cpuinfo; "" without that file."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False
-    return (
-        re.search(r"^(flags|Features)\b.*\b(amx_bf16|avx512_bf16|bf16)\b", text, re.M) is not None
-    )
+        return ""
+    features = re.search(r"^(?:flags|Features)\b(.*)", text, re.M)
+    return features[1] if features else ""

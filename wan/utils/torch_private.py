@@ -8,9 +8,10 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from ctypes import CDLL
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from wan.settings.errors import InputError
+from wan.utils.compiler_cache import prepare_compiler_cache
+
 _aten = torch.ops.aten
+
+with suppress(InputError):  # raised again where something is compiled
+    prepare_compiler_cache()  # before a part of torch is imported that makes the folder
 
 
 def all_to_all_in_graph(
@@ -141,12 +148,35 @@ def gelu_in_place(x: Tensor) -> Tensor:
     return _aten.gelu_(x, approximate="tanh")
 
 
+def use_private_compiler_cache() -> None:
+    """Lets the compilers load and keep code only where nobody but the user can write.
+
+    Inductor keeps precompiled headers and pickles in its default folder even if its variable names
+    another one; no setting moves them.
+
+    Raises:
+        InputError: The folder that the user named cannot be used.
+    """
+    folder = prepare_compiler_cache()
+    from torch._inductor import codecache
+    from torch._inductor.runtime import cache_dir_utils, runtime_utils
+
+    for module in (cache_dir_utils, runtime_utils, codecache):
+        module.default_cache_dir = partial(str, folder)  # type: ignore[attr-defined]
+    codecache._HEADER_DIR = str(folder / "precompiled_headers")
+    codecache._HEADER_LOCK_DIR = str(folder / "precompiled_headers" / "locks")
+
+
 def set_up_compiler() -> None:
     """Configures Inductor for a few small functions.
 
     No rank starts a pool of compiler processes, and vector instructions are not probed. The public
     settings are environment variables, which are read when torch is imported.
+
+    Raises:
+        InputError: The folder that the user named for compiled code cannot be used.
     """
+    use_private_compiler_cache()
     from torch._inductor import config
 
     config.compile_threads = 1
@@ -180,7 +210,7 @@ def has_amx() -> bool:
 
 
 def limit_recompiles(limit: int) -> AbstractContextManager[None]:
-    """Limits the compiled shapes per function; PyTorch 2.8 lacks the public setting."""
+    """Limits the compiled shapes per function; PyTorch 2.9 lacks the public setting."""
     return torch._dynamo.config.patch(recompile_limit=limit)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wan.checkpoint.keymaps import rename_vae_to_diffusers
-from wan.checkpoint.load import ModelSpec, read_headers
+from wan.checkpoint.load import ModelSpec, describe_mismatch, read_headers
 from wan.modules.vae import tiles
 from wan.modules.vae.network import FRAMES_PER_LATENT, VERSIONS, Autoencoder
 from wan.modules.vae.rows import ALL_ROWS, Rows
@@ -182,7 +182,7 @@ def read_vae_spec(path: Path) -> ModelSpec[Autoencoder]:
         if min(base, decoder_base) < 1:
             raise ValueError("a size of 0")
     except (LookupError, ValueError) as error:
-        why = f"does not hold the weights of a Wan 2.1 or 2.2 VAE (unexpected {error})"
+        why = f"does not hold the weights of a Wan 2.1 or 2.2 VAE ({describe_mismatch(error)})"
         remedy = "give Wan2.1_VAE.pth, Wan2.2_VAE.pth or a file with its weights"
         raise InputError(str(path), None, why, remedy) from error
     return ModelSpec("VAE", partial(Autoencoder, version, base, decoder_base), tensors, path)

@@ -1,4 +1,4 @@
-// Requests to the service. Only the key of the API is stored, until the tab is closed.
+// Requests to the service. The key of the API is stored until the tab is closed.
 
 export class ApiError extends Error {
   constructor(message, status, param) {
@@ -104,14 +104,22 @@ export function makeBody(fields, files) {
   return form;
 }
 
+/** Returns the name in a Content-Disposition header; "" without one. */
+function readFileName(answer) {
+  const header = answer.headers.get("Content-Disposition") || "";
+  const [, encoded, plain] = header.match(/filename\*=utf-8''([^;]+)|filename="([^"]*)"/i) || [];
+  return encoded ? decodeURIComponent(encoded) : plain || "";
+}
+
 /** Returns the uploaded files of a video, by field. */
 export async function fetchInputs(video) {
   const files = {};
   for (const [field, count] of Object.entries(video.inputs || {})) {
     files[field] = [];
     for (let index = 0; index < count; index++) {
-      const path = `/v1/videos/${video.id}/inputs/${field}?index=${index}`;
-      files[field].push(new File([await (await send(path)).blob()], field));
+      const path = `v1/videos/${video.id}/inputs/${field}?index=${index}`;
+      const answer = await send(path);
+      files[field].push(new File([await answer.blob()], readFileName(answer) || field));
     }
   }
   return files;

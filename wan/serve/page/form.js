@@ -1,4 +1,5 @@
-// The form of a request, made from the schema of /openapi.json.
+// The form of a request, made from the schema of /openapi.json. Until the tab is closed its fields are
+// stored, so that a reload keeps them; files are not, and are asked for again.
 
 import { ApiError, getJson } from "./api.js";
 
@@ -19,7 +20,8 @@ export function element(name, text, parent, properties = {}) {
 
 /** Builds the form and returns the name of the model. */
 export async function buildForm() {
-  const schema = (await getJson("/openapi.json")).components.schemas.VideoRequest;
+  const description = await getJson("openapi.json"), schema = description.components.schemas.VideoRequest;
+  document.getElementById("random").hidden = !description.info["x-random-weights"];
   const loras = await listLoras(schema.properties.lora);
   controls.clear();
   usual.replaceChildren();
@@ -29,8 +31,7 @@ export async function buildForm() {
     if (HIDDEN.has(name) || entry["x-alias-of"] || entry["x-ignored"] || "const" in entry) continue;
     if (name === "lora" && !loras.length) continue;
     const parent = entry["x-common"] || USUAL.has(name) ? usual : rest;
-    const required = schema.required?.includes(name);
-    controls.set(name, makeField(name, entry, parent, required, loras));
+    controls.set(name, makeField(name, entry, parent, describeNeed(name, schema), loras));
   }
   const defaults = ["size", "num_frames", "num_inference_steps"]
     .map((name) => schema.properties[name]).filter((entry) => entry?.default !== undefined)
@@ -38,23 +39,33 @@ export async function buildForm() {
   return `${schema.properties.model.default}, as started: ${defaults.join(", ")}`;
 }
 
+/** Returns how a field is needed: "needed", "this or ... is needed", or "". */
+function describeNeed(name, schema) {
+  if (schema.required?.includes(name)) return "needed";
+  const names = (schema.anyOf || []).flatMap((choice) => choice.required);
+  const others = names.filter((other) => other !== name).map((other) => schema.properties[other].title);
+  return names.includes(name) ? `this or ${others.join(" or ")} is needed` : "";
+}
+
 async function listLoras(entry) {
   if (!entry || entry["x-ignored"]) return [];
   try {
-    return (await getJson("/v1/loras")).data.filter((row) => !row.error).map((row) => row.name);
+    return (await getJson("v1/loras")).data.filter((row) => !row.error).map((row) => row.name);
   } catch {
     return [];
   }
 }
 
-function makeField(name, entry, parent, required, loras) {
+function makeField(name, entry, parent, need, loras) {
   const box = element("div", "", parent, { className: "field" });
   const label = element("label", entry.title, box, { htmlFor: "field-" + name });
   const control = chooseControl(name, entry, box, label, loras);
+  control.title = entry.title;
   control.input.id = "field-" + name;
   control.input.name ||= name;
-  control.input.required = required;
-  const hint = element("p", describe(entry), box, { className: "hint", id: "hint-" + name });
+  control.input.required = need === "needed";
+  if (need) element("span", ` (${need})`, label, { className: "needed" });
+  const hint = element("p", describe(entry, control.input.type !== "checkbox"), box, { className: "hint", id: "hint-" + name });
   control.wrong = element("p", "", box, { className: "wrong", id: "wrong-" + name });
   control.wrong.setAttribute("role", "alert");
   control.input.setAttribute("aria-describedby", hint.id + " " + control.wrong.id);
@@ -62,10 +73,10 @@ function makeField(name, entry, parent, required, loras) {
   return control;
 }
 
-function describe(entry) {
+function describe(entry, hasLimits) {
   const limits = [];
   const low = entry.minimum ?? entry.exclusiveMinimum;
-  if (low !== undefined && Math.abs(low) < 1e9) limits.push(`${low} to ${entry.maximum}`);
+  if (hasLimits && low !== undefined && Math.abs(low) < 1e9) limits.push(`${low} to ${entry.maximum}`);
   if (entry["x-step"]) limits.push(`in steps of ${entry["x-step"]}`);
   const isPlain = entry.description?.toLowerCase().endsWith(entry.title.toLowerCase());
   return [isPlain ? "" : entry.description, limits.join(", ")].filter(Boolean).join("; ");
@@ -208,12 +219,31 @@ export function clearForm() {
   message.textContent = "";
 }
 
+/** Stores the fields, and which files were chosen. */
+export function storeForm(count) {
+  const { fields, files } = readForm();
+  sessionStorage.setItem("form", JSON.stringify({ fields, files: Object.keys(files), count }));
+}
+
+/** Fills the form with the stored fields and returns the stored number of videos. */
+export function restoreForm() {
+  const { fields = {}, files = [], count = "1" } = JSON.parse(sessionStorage.getItem("form") || "{}");
+  writeFields(fields);
+  const titles = files.filter((name) => controls.has(name)).map((name) => controls.get(name).title);
+  message.textContent = titles.length ? `Choose these files again: ${titles.join(", ")}.` : "";
+  return count;
+}
+
+function writeFields(values) {
+  for (const [name, value] of Object.entries(values)) controls.get(name)?.write(value);
+  const used = [...controls].filter(([name]) => name in values);
+  if (used.some(([, control]) => rest.contains(control.input))) rest.parentElement.open = true;
+}
+
 /** Fills the form with the fields and files of an earlier request. */
 export function fillForm(fields, files) {
   clearForm();
-  for (const [name, value] of Object.entries({ ...fields, ...files })) controls.get(name)?.write(value);
-  const used = [...controls].filter(([name]) => name in fields);
-  if (used.some(([, control]) => rest.contains(control.input))) rest.parentElement.open = true;
+  writeFields({ ...fields, ...files });
   const unknown = Object.keys(fields).filter((name) => !controls.has(name) && !HIDDEN.has(name));
   message.textContent = unknown.length ? `Not in this form: ${unknown.join(", ")}.` : "";
   controls.get("prompt").input.focus();

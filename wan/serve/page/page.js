@@ -1,7 +1,9 @@
 // The page: connects form, list, comparison, polling and events.
 
 import { create, freeSource, getKey, makeBody, readEvents, setKey, setSource } from "./api.js";
-import { buildForm, clearForm, element, fillForm, readForm, showError } from "./form.js";
+import {
+  buildForm, clearForm, element, fillForm, readForm, restoreForm, showError, storeForm,
+} from "./form.js";
 import {
   applyEvent, refresh, refreshNewest, setActions, show, showList, showOlder,
 } from "./videos.js";
@@ -17,6 +19,7 @@ let followed = null, streamsFrom = 0; // id of the video whose events are read; 
 
 async function start() {
   find("model").textContent = await buildForm();
+  find("count").value = restoreForm();
   built = true;
   form.hidden = false;
   find("keyed").hidden = true;
@@ -27,7 +30,7 @@ async function poll() {
   let open = [];
   timer = null;
   try {
-    const health = await (await fetch("/health")).json().catch(() => ({ status: "unreachable" }));
+    const health = await (await fetch("health")).json().catch(() => ({ status: "unreachable" }));
     if (!built) await start();
     open = await refresh();
     if (rounds++ % 8 === 7) await refreshNewest();
@@ -50,7 +53,7 @@ async function follow(video) {
   if (followed || !video || Date.now() < streamsFrom) return;
   followed = video.id;
   try {
-    await readEvents(`/v1/videos/${video.id}/events`, (kind, data) => applyEvent(video.id, kind, data));
+    await readEvents(`v1/videos/${video.id}/events`, (kind, data) => applyEvent(video.id, kind, data));
     pollSoon();
   } catch {
     streamsFrom = Date.now() + NO_STREAM;
@@ -90,7 +93,7 @@ form.addEventListener("submit", async (event) => {
     const { fields, files } = readForm();
     const count = find("count").value.trim();
     if (count && count !== "1") fields.n = count;
-    show(await create("/v1/videos", makeBody(fields, files)));
+    show(await create("v1/videos", makeBody(fields, files)));
     find("news").textContent = "Queued.";
     pollSoon();
     if (innerWidth < 1024) find("videos").scrollIntoView({ block: "nearest" });
@@ -104,7 +107,11 @@ form.addEventListener("reset", (event) => {
   event.preventDefault();
   clearForm();
   find("count").value = "1";
+  storeForm("1");
 });
+
+form.addEventListener("input", () => storeForm(find("count").value));
+form.addEventListener("change", () => storeForm(find("count").value));
 
 form.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
@@ -126,8 +133,11 @@ setActions({
   useAgain: (video, files) => {
     fillForm(video.request, files);
     find("count").value = "1"; // several videos have a list of seeds
+    storeForm("1");
     form.scrollIntoView({ block: "start" });
   },
+  isPicked: (id, index) => picked.some((video) => video.id === id && video.index === index),
+  drop: (id) => { for (const video of picked.filter((other) => other.id === id)) setPicked(video, false); },
   remix: (video) => {
     const [area, wrong] = [remixer.querySelector("textarea"), remixer.querySelector("[role=alert]")];
     area.value = video.prompt || "";
@@ -136,13 +146,15 @@ setActions({
     remixer.showModal();
     area.focus();
   },
-  pick: (video, isPicked) => {
-    picked = picked.filter((other) => other.id !== video.id);
-    if (isPicked) picked.push(video);
-    find("compare").disabled = picked.length !== 2;
-    find("compare").textContent = picked.length > 2 ? "Choose two" : "Compare two";
-  },
+  pick: setPicked,
 });
+
+function setPicked(video, isPicked) {
+  picked = picked.filter((other) => other.id !== video.id || other.index !== video.index);
+  if (isPicked) picked.push(video);
+  find("compare").disabled = picked.length !== 2;
+  find("compare").textContent = picked.length > 2 ? "Choose two" : "Compare two";
+}
 
 remixer.addEventListener("submit", async (event) => {
   if (event.submitter.value !== "remix") return;
@@ -150,7 +162,7 @@ remixer.addEventListener("submit", async (event) => {
   event.submitter.disabled = true;
   try {
     const body = JSON.stringify({ prompt: remixer.querySelector("textarea").value });
-    show(await create(`/v1/videos/${remixer.video.id}/remix`, body));
+    show(await create(`v1/videos/${remixer.video.id}/remix`, body));
     remixer.close();
   } catch (error) {
     remixer.querySelector("[role=alert]").textContent = error.message;
@@ -170,7 +182,7 @@ find("compare").onclick = async () => {
     const player = element("video", "", figure, { muted: true, playsInline: true });
     player.setAttribute("aria-label", video.prompt || video.id);
     element("figcaption", `seed ${video.seed}`, figure, { className: "small" });
-    await setSource(player, `/v1/videos/${video.id}/content?index=${video.index}`).catch(showError);
+    await setSource(player, `v1/videos/${video.id}/content?index=${video.index}`).catch(showError);
   }
   synchronize([...pair.querySelectorAll("video")], picked[0].fps || 16);
 };

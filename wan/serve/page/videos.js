@@ -13,7 +13,7 @@ const seen = new IntersectionObserver((entries) => {
   for (const entry of entries) if (entry.isIntersecting) loadThumbnail(entry.target.card);
 }, { rootMargin: "200px" });
 
-/** Sets what buttons do that concern the rest of the page: useAgain, remix, pick, report. */
+/** Sets what buttons do that concern the rest of the page: useAgain, remix, pick, isPicked, drop. */
 export function setActions(handlers) {
   Object.assign(actions, handlers);
 }
@@ -41,7 +41,7 @@ async function loadPage(own) {
   for (let round = 0; round < 10 && own === turn; round++) {
     const query = new URLSearchParams({ limit: PAGE - data.length, ...filter });
     if (after) query.set("after", after);
-    page = await getJson("/v1/videos?" + query);
+    page = await getJson("v1/videos?" + query);
     data.push(...page.data);
     after = page.last_id ?? after;
     if (!page.has_more || data.length >= PAGE) break;
@@ -60,14 +60,14 @@ function append(page) {
 export async function refresh() {
   const current = new Map();
   for (let after = ""; after !== null;) {
-    const page = await getJson(`/v1/videos?limit=100&status=${OPEN}&after=${after}`);
+    const page = await getJson(`v1/videos?limit=100&status=${OPEN}&after=${after}`);
     for (const video of page.data) current.set(video.id, video);
     after = page.has_more ? page.last_id : null;
   }
   for (const [id, card] of [...cards]) {
     if (!isOpen(card.video) || current.has(id)) continue;
     try {
-      current.set(id, await getJson("/v1/videos/" + id));
+      current.set(id, await getJson("v1/videos/" + id));
     } catch (error) {
       if (error.status !== 404) throw error;
       drop(id);
@@ -99,7 +99,7 @@ export function applyEvent(id, kind, data) {
 /** Shows what other clients have made or deleted among the newest videos since the last polls. */
 export async function refreshNewest() {
   if (filter.search) return;
-  const own = turn, page = await getJson("/v1/videos?" + new URLSearchParams({ limit: PAGE, ...filter }));
+  const own = turn, page = await getJson("v1/videos?" + new URLSearchParams({ limit: PAGE, ...filter }));
   if (own !== turn) return;
   const ids = new Set(page.data.map((video) => video.id));
   const oldest = page.has_more ? page.data.at(-1).created_at : -1;
@@ -123,7 +123,7 @@ export function drop(id) {
   for (const media of card.item.querySelectorAll("img, video")) freeSource(media);
   seen.unobserve(card.shot);
   clearTimeout(card.timer);
-  if (card.pick.checked) actions.pick(card.video, false);
+  actions.drop(id);
   card.item.remove();
   cards.delete(id);
 }
@@ -186,15 +186,17 @@ function makeOutputButtons(card) {
     button.onclick = () => {
       card.index = index;
       card.pictured = false;
+      card.pick.checked = actions.isPicked(card.video.id, index);
       update(card, false);
       loadThumbnail(card);
-      if (card.pick.checked) pick(card);
     };
   }
 }
 
 const hasVideo = (card) => !isOpen(card.video) && card.video.data[card.index].status === "completed";
-const contentPath = (card) => `/v1/videos/${card.video.id}/content?index=${card.index}`;
+const contentPath = (card, index = card.index) => `v1/videos/${card.video.id}/content?index=${index}`;
+const listCompleted = (video) =>
+  video.data.filter((output) => output.status === "completed").map((output) => output.index);
 
 function makeButtons(card) {
   const add = (text, work) => {
@@ -216,9 +218,11 @@ function makeButtons(card) {
   add("Remix", () => actions.remix(card.video));
   card.retry = add("Retry", async () => {
     const files = await fetchInputs(card.video);
-    show(await create("/v1/videos", makeBody(card.video.request, files)));
+    show(await create("v1/videos", makeBody(card.video.request, files)));
   });
-  card.download = add("Download", () => download(card));
+  card.download = add("Download", () => download(card, [card.index]));
+  card.downloadAll = add("Download all", () => download(card, listCompleted(card.video)));
+  card.full = add("Full size", () => showFull(card));
   add("Copy seed", async () => { news.textContent = await copyText(String(card.video.data[card.index].seed)); });
   const record = add("Record", () => {
     card.record.hidden = !card.record.hidden;
@@ -228,7 +232,7 @@ function makeButtons(card) {
   card.remove = add("Delete", async () => {
     const question = isOpen(card.video) ? "Cancel this video?" : "Delete this video and its files?";
     if (!confirm(`${question}\n\n${name(card.video)}`)) return;
-    await send("/v1/videos/" + card.video.id, { method: "DELETE" });
+    await send("v1/videos/" + card.video.id, { method: "DELETE" });
     drop(card.video.id);
     empty.hidden = cards.size > 0;
     news.textContent = "Deleted.";
@@ -251,7 +255,8 @@ function update(card, isNew) {
   card.wrong.textContent = video.error?.message || "";
   card.remove.textContent = open ? "Cancel" : "Delete";
   card.retry.hidden = video.status !== "failed";
-  card.download.hidden = card.pick.parentElement.hidden = !hasVideo(card);
+  for (const button of [card.download, card.full, card.pick.parentElement]) button.hidden = !hasVideo(card);
+  card.downloadAll.hidden = isOpen(video) || listCompleted(video).length < 2;
   if (hasVideo(card)) seen.observe(card.shot);
 }
 
@@ -294,7 +299,7 @@ async function showPreview(card) {
   card.shot.dataset.step = step;
   const image = element("img", "", null, { alt: `Preview after step ${step}` });
   image.onload = () => { if (isOpen(card.video)) card.shot.replaceChildren(image); };
-  const path = `/v1/videos/${card.video.id}/content?variant=preview&step=${step}`;
+  const path = `v1/videos/${card.video.id}/content?variant=preview&step=${step}`;
   await setSource(image, path).catch(() => {});
 }
 
@@ -336,12 +341,23 @@ async function play(card, button) {
   }
 }
 
-async function download(card) {
-  const link = element("a", "", null, { download: card.video.data[card.index].file_name });
-  await setSource(link, contentPath(card));
-  link.href = link.src;
-  link.click();
-  setTimeout(() => freeSource(link), 60000);
+async function download(card, indices) {
+  for (const index of indices) {
+    const link = element("a", "", null, { download: card.video.data[index].file_name });
+    await setSource(link, contentPath(card, index));
+    link.href = link.src;
+    link.click();
+    setTimeout(() => freeSource(link), 60000);
+    await new Promise((resolve) => setTimeout(resolve, 300)); // browsers drop downloads at one time
+  }
+}
+
+/** Plays a video in its own size, or as large as the window. */
+async function showFull(card) {
+  const dialog = document.getElementById("full"), player = dialog.querySelector("video");
+  dialog.onclose = () => { player.pause(); freeSource(player); };
+  await setSource(player, contentPath(card));
+  dialog.showModal();
 }
 
 /** Copies text, also on pages without HTTPS, where browsers have no clipboard. */

@@ -1,4 +1,4 @@
-"""GGUF files for tests: the `gguf` package writes and dequantizes them.
+"""Writes GGUF files for tests and benchmarks: the `gguf` package writes and dequantizes them.
 
 The package has no quantizer for the types with 256 values per block. The quantizers here, of three
 of them, are simple (a scale, or a scale and an offset, from the largest and smallest value of each
@@ -13,12 +13,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+try:
+    import gguf
+except ModuleNotFoundError as error:
+    from wan.app.programs import exit_without_package
+
+    exit_without_package(error)
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]

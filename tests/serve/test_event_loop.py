@@ -1,0 +1,271 @@
+"""No request and no receiver holds the event loop, and what hangs holds up no other request."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Awaitable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from tests.serve.jobs import Jobs, running
+from tests.serve.loop_time import measuring_callbacks
+from tests.serve.receiver import Receiver
+from tests.serve.test_webhooks import LOCAL
+from wan.serve.service import Limits
+from wan.serve.store import Store
+from wan.serve.webhooks import Webhooks
+
+LIMIT = 0.04
+"""CPU seconds of a callback: twice as many as allowed, as a busy machine may be slower."""
+MB = 1_000_000
+
+
+async def measure_longest(work: Awaitable[Any]) -> float:
+    """Returns the CPU seconds of the longest callback while a task runs."""
+    with measuring_callbacks() as seconds:
+        await asyncio.create_task(asyncio.wait_for(work, 60))
+        await asyncio.sleep(0)
+    return max(seconds)
+
+
+def add_jobs(jobs: Jobs, name: str, count: int, **changes: Any) -> list[str]:
+    """Adds copies of a job; returns their ids."""
+    job, journal = jobs.service.find_job(name), jobs.service.journal
+    values: dict[str, Any] = {"state": "completed", "ended": time.time()} | changes
+    names = [f"video_{number:024x}" for number in range(count)]
+    for other in names:
+        journal.restore_job(replace(job, id=other, **values))
+    return names
+
+
+async def test_lists_and_searches(tmp_path: Path) -> None:
+    """The longest of lists and searches, over prompts of the largest size; more is refused."""
+    jobs = Jobs(tmp_path / "jobs")
+    prompt = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=10_000))
+    add_jobs(jobs, await jobs.create({"prompt": prompt}), 700)
+    words = [prompt[-9 - n : -4 - n] for n in range(32)]
+    paths = {f"limit=10&search={'+'.join(words)}": 200, "limit=100": 200}
+    paths |= {f"search={'+'.join([*words, 'x'])}": 400, f"search={'x' * 1001}": 400}
+    for query, expected in paths.items():
+
+        async def request(query: str = query, expected: int = expected) -> None:
+            status, _, answer = await jobs.request(f"/v1/videos?{query}")
+            assert status == expected
+            assert status == 200 or answer["error"]["param"] == "search"
+
+        assert await measure_longest(request()) < LIMIT, query[:30]
+    _, _, page = await jobs.request(f"/v1/videos?search={'+'.join(words)}")
+    assert len(page["data"]) == 20 and page["has_more"]
+
+
+def make_form(name: bytes, content: bytes) -> bytes:
+    head = b'--B\r\nContent-Disposition: form-data; name="'
+    return head + b'prompt"\r\n\r\nx\r\n' + head + name + b'"\r\n\r\n' + content + b"\r\n--B--\r\n"
+
+
+async def test_large_bodies(tmp_path: Path) -> None:
+    """Of data URLs, values, texts and forms; those with files are read as if they were small."""
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", "i2v-A14B"])
+    noise = random.Random(2).randbytes(6 * MB)
+    url = "data:image/png;base64," + base64.b64encode(noise).decode()
+    form, encoded = "multipart/form-data; boundary=B", "application/x-www-form-urlencoded"
+    image = {"prompt": "x", "input_reference": {"image_url": url}}
+    escaped = json.dumps({"image_url": url}).replace("/", "\\/").encode()
+    is_file: list[tuple[bytes, str]] = [
+        (json.dumps(image).encode(), "application/json"),
+        (json.dumps({"extra_body": image}).encode("utf-16"), "application/json"),
+        (make_form(b"input_reference[image_url]", url.encode()), form),
+        (make_form(b"input_reference", escaped), form),
+        (make_form(b'input_reference"; filename="x', noise), form),
+        (b"prompt=x&input_reference=" + url.replace("+", "%2B").encode(), encoded),
+    ]
+    is_refused: list[tuple[bytes, str]] = [
+        (b'{"prompt":[' + b"[]," * (3 * MB) + b"[]]}", "application/json"),
+        (b'{"prompt":"' + b'\\"' * (4 * MB) + b'"}', "application/json"),
+        (b"[" * (8 * MB), "application/json"),
+        (json.dumps({"prompt": "x", "seed": "0," * (4 * MB)}).encode(), "application/json"),
+        (json.dumps({"prompt": "x", "input_reference": url[:-6]}).encode(), "application/json"),
+        (make_form(b"negative_prompt", b"x" * 8 * MB), form),
+        (b"a&" * (4 * MB), encoded),
+    ]
+    uploads: list[bytes] = []
+    jobs.service.create = keep_uploads(uploads)  # type: ignore[method-assign]
+    for number, (body, media_type) in enumerate([*is_file, *is_refused]):
+
+        async def request(body: bytes = body, media_type: str = media_type) -> int:
+            return (await jobs.request("/v1/videos", body, Content_Type=media_type))[0]
+
+        with measuring_callbacks() as seconds:
+            status = await asyncio.create_task(request())
+        expected = (410, noise) if number < len(is_file) else (400, None)
+        assert (status, uploads.pop() if uploads else None) == expected, number
+        assert max(seconds) < LIMIT, number
+
+
+def keep_uploads(uploads: list[bytes]) -> Any:
+    """Returns a replacement of `Service.create` that keeps the image and refuses the request."""
+    from wan.serve.responses import make_gone_error
+
+    async def create(parsed_request: Any, *_: Any) -> Any:
+        uploads.append(bytes(parsed_request.files["image"]))
+        raise make_gone_error("is gone")
+
+    return create
+
+
+async def test_many_waiting_events(tmp_path: Path) -> None:
+    """Of a receiver that does not answer; those of another one are delivered meanwhile."""
+    jobs = Jobs(tmp_path / "jobs", Limits(webhook_hosts=LOCAL))
+    silent = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/"
+    name = await jobs.create({"webhook_url": url, "prompt": "x" * 10_000})
+    add_jobs(jobs, name, 4000)
+    receiver = Receiver()
+    sender = Webhooks(jobs.service, b"x" * 16, LOCAL)
+    jobs.service.journal.update_ended(f"video_{3999:024x}", webhook_url=receiver.url)
+
+    async def wait_for_event() -> None:
+        while not receiver.received:
+            await asyncio.sleep(0.01)
+
+    await jobs.service.journal.save()
+    async with running(sender.run()):
+        assert await measure_longest(wait_for_event()) < LIMIT
+        assert await measure_longest(asyncio.sleep(0.3)) < LIMIT
+    silent.close()
+    receiver.shutdown()
+    receiver.server_close()
+
+
+async def test_many_expired_videos(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs", Limits(keep_days=1))
+    names = [await jobs.create({"n": 2}) for _ in range(1)]
+    names += add_jobs(jobs, names[0], 400, ended=time.time() - 2 * 86400)
+    jobs.service.journal._earlier.clear()  # as if they had ended since the start
+    for name in names[1:]:
+        (jobs.folder / "jobs" / name).mkdir()
+        (jobs.folder / "jobs" / name / "video.mp4").write_bytes(b"x")
+    await jobs.service.journal.save()
+
+    async def wait_for_deletion() -> None:
+        while jobs.service.journal.count_states().get("completed"):
+            await asyncio.sleep(0.01)
+
+    async with running(jobs.service._delete_old_jobs()):
+        assert await measure_longest(wait_for_deletion()) < LIMIT
+    assert [path.name for path in (jobs.folder / "jobs").iterdir()] == names[:1]
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+async def test_the_bytes_of_a_large_video(tmp_path: Path, is_stored: bool) -> None:
+    store = Store(str(tmp_path / "store"))
+    jobs, video = Jobs(tmp_path / "jobs", store=store), random.Random(3).randbytes(24 * MB + 1)
+    jobs.start_idle_ranks()
+    task = asyncio.create_task(jobs.request("/v1/videos/generations", {"prompt": "x"}))
+    while not (names := [*jobs.service._running]):
+        await asyncio.sleep(0.01)
+    if is_stored:
+        (tmp_path / "store" / names[0]).mkdir(parents=True)
+        (tmp_path / "store" / names[0] / "video.mp4").write_bytes(video)
+    jobs.complete(names[0], video=video)
+    if is_stored:
+        jobs.service.journal.update_ended(names[0], store_state="stored")
+    answers: list[bytes] = []
+
+    def read_json(content: bytes) -> None:
+        answers.append(content)  # parsed below, where it is not measured
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.serve.jobs.json", SimpleNamespace(loads=read_json))
+        with measuring_callbacks() as seconds:
+            status, headers, _ = await task
+    assert status == 200 and int(headers["content-length"]) == len(answers[0])
+    answer = json.loads(answers[0])
+    assert base64.b64decode(answer["video_bytes"]) == video and answer["video_id"] == names[0]
+    assert max(seconds) < LIMIT
+
+
+class HangingFiles(LocalFileSystem):
+    """A folder that answers once an event is set."""
+
+    protocol = "hangs"
+    answers = threading.Event()
+
+    def size(self, path: str) -> int:
+        self.answers.wait()
+        return int(super().size(path))
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(LocalFileSystem._strip_protocol(path.removeprefix("hangs://")))
+
+
+async def test_a_store_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few threads hang, clients get 503, other requests go on, and nothing is left at the end."""
+    monkeypatch.setattr("wan.serve.store._READER_SECONDS", 0.2)
+    fsspec.register_implementation("hangs", HangingFiles, clobber=True)
+    jobs = Jobs(tmp_path / "jobs", store=Store(f"hangs://{tmp_path}/store"))
+    name, other = await jobs.create(), await jobs.create()
+    jobs.complete(name)
+    jobs.complete(other)
+    jobs.service.journal.update_ended(name, store_state="stored")
+    HangingFiles.answers.clear()
+    num_threads, path = threading.active_count(), f"/v1/videos/{name}/content"
+    left = [asyncio.Event() for _ in range(60)]
+    tasks = [asyncio.create_task(jobs.request(path, disconnected=event)) for event in left]
+    try:
+        await asyncio.sleep(0.05)
+        for event in left[20:40]:
+            event.set()
+        answers = await asyncio.gather(*tasks[20:])
+        statuses = [status for status, _, _ in answers]
+        assert statuses == [499] * 20 + [503] * 20 and "store" in answers[-1][2]["error"]["message"]
+        assert (await jobs.request(f"/v1/videos/{other}/content"))[0] == 200
+        assert threading.active_count() - num_threads < 25
+    finally:
+        HangingFiles.answers.set()
+        await asyncio.gather(*tasks)
+    while threading.active_count() > num_threads + 2:  # of the event loop's own pool
+        await asyncio.sleep(0.01)
+
+
+async def test_a_resolver_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deliveries to one name share a thread; those to others go on."""
+    answers, resolve = threading.Event(), socket.getaddrinfo
+
+    def resolve_slowly(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host == "localhost":
+            answers.wait()
+        return resolve(host, *args, **kwargs)
+
+    monkeypatch.setattr("wan.serve.webhooks.SEND_SECONDS", 0.05)
+    jobs = Jobs(tmp_path / "jobs", Limits(webhook_hosts=LOCAL))
+    receiver = Receiver()
+    name = await jobs.create({"webhook_url": receiver.url})
+    names = add_jobs(jobs, name, 50)
+    url = receiver.url.replace("localhost", "127.0.0.1")
+    jobs.service.journal.update_ended(names[-1], webhook_url=url)
+    await jobs.service.journal.save()
+    attempts: list[str] = []
+    sender = Webhooks(jobs.service, b"x" * 16, LOCAL, attempts.append)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_slowly)
+    num_threads = threading.active_count()
+    async with running(sender.run()):
+        while attempts.count("repeated") < 20 or "delivered" not in attempts:
+            await asyncio.sleep(0.01)
+        assert threading.active_count() - num_threads < 5
+        answers.set()
+    receiver.shutdown()
+    receiver.server_close()

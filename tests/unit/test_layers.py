@@ -1,0 +1,235 @@
+"""Settings of one video over shared settings, in each front end: the same video, or a refusal.
+
+A row has the shared settings, those of one video, and settings of a single layer that give the same
+video; None: refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wan
+from tests.refusals import get_refusal
+from wan.app import flag_parser
+from wan.app.resolve import make_line_resolver, resolve_settings
+from wan.serve import fields
+from wan.settings.errors import InputError
+from wan.settings.flags import PYTHON_KEYWORDS, read_settings
+from wan.tasks.base import VideoParams
+
+Settings = dict[str, Any]
+DEMO = str(Path(wan.__file__).parents[1] / "examples" / "demo" / "t2v-A14B")
+COMMON = {"ckpt_dir": DEMO, "size": "64*64", "frame_num": 5, "base_seed": 1}
+LISTED = {"sample_solver": "euler", "timesteps": "1000,900,500,300"}
+RCM = {"sample_solver": "rcm", "sample_steps": 2}
+EULER = {"sample_solver": "euler", "sample_steps": 2}
+APG = {"guider": "apg", "apg_eta": 0.5, "sample_steps": 2, "sample_guide_scale": 3}
+ROWS: list[tuple[Settings, Settings, Settings | None]] = [
+    (LISTED, {"sample_steps": 8}, {"sample_solver": "euler", "sample_steps": 8}),
+    (
+        LISTED,
+        {"sample_shift": 3, "sample_steps": 2},
+        {**EULER, "sample_shift": 3},
+    ),
+    (LISTED, {"sigmas": "beta", "sample_steps": 2}, {**EULER, "sigmas": "beta"}),
+    (LISTED, {"sample_solver": "unipc", "sample_steps": 2}, {"sample_steps": 2}),
+    (
+        {**EULER, "sample_shift": 3, "boundary_step": 1, "sigmas": "beta"},
+        {"timesteps": "900,300"},
+        {"sample_solver": "euler", "timesteps": "900,300"},
+    ),
+    ({**EULER, "boundary_step": 2}, {"sample_steps": 3}, {**EULER, "sample_steps": 3}),
+    ({**RCM, "ode": True, "sigma_max": 90}, {"sample_solver": "unipc"}, {"sample_steps": 2}),
+    (RCM, {"sample_shift": 3}, None),
+    ({**EULER, "sample_shift": 3, "sigmas": "beta"}, {"sample_solver": "rcm"}, RCM),
+    (
+        {"sample_solver": "rcm", "timesteps": "900,300"},
+        {"sigma_max": 90, "sample_steps": 2},
+        {**RCM, "sigma_max": 90},
+    ),
+    (
+        {**RCM, "sigma_max": 90},
+        {"timesteps": "900,300"},
+        {"sample_solver": "rcm", "timesteps": "900,300"},
+    ),
+    (
+        APG,
+        {"guider": "cfg_zero", "zero_init_steps": 1},
+        {"guider": "cfg_zero", "zero_init_steps": 1, "sample_steps": 2, "sample_guide_scale": 3},
+    ),
+    (
+        {**APG, "slg_blocks": 1, "slg_start": 0.2},
+        {"sample_guide_scale": 1},
+        {"sample_steps": 2, "sample_guide_scale": 1},
+    ),
+    (
+        {"sample_steps": 8, "sample_shift": 3, "sample_guide_scale": 3},
+        {"recipe": "rcm-4step"},
+        {"recipe": "rcm-4step"},
+    ),
+    ({"recipe": "rcm-4step"}, {"sample_shift": 3}, None),
+    # Exclusive or useless settings of one layer.
+    ({}, {**LISTED, "sample_steps": 8}, None),
+    ({}, {**LISTED, "sample_shift": 3}, None),
+    ({}, {**RCM, "sample_shift": 3}, None),
+    ({}, {"strength": 0.5}, None),
+    ({}, {"slg_start": 0.5}, None),
+    ({}, {"apg_eta": 0.5}, None),
+]
+
+
+def parse(settings: Settings) -> Settings:
+    """Parses settings as flags of a command line."""
+    return flag_parser.parse_flags([f"--{name}={value}" for name, value in settings.items()])
+
+
+def resolve_record(shared: Settings, video: Settings, folder: Path) -> VideoParams:
+    record = folder / "record.json"
+    run = resolve_settings(parse({**COMMON, **shared, "prompt": "a", "save_file": "x/v.mp4"}))
+    record.write_text(json.dumps({"settings": run.settings}, default=str))
+    arguments = {"from_json": record, "save_file": "x/v.mp4", **video}
+    return resolve_settings(parse(arguments)).params
+
+
+def resolve_line(shared: Settings, video: Settings, folder: Path) -> VideoParams:
+    file = folder / "lines.txt"
+    file.write_text(json.dumps({"prompt": "a", **video}))
+    arguments = {**COMMON, **shared, "prompt_file": file, "save_file": folder / "out"}
+    return resolve_settings(parse(arguments)).params
+
+
+def resolve_request(shared: Settings, video: Settings, folder: Path) -> VideoParams:
+    flags = parse({**COMMON, **shared, "save_file": folder / "video.mp4"})
+    run = resolve_settings(flags, require_inputs=False)
+    request = fields.parse_request({"prompt": "a", **video}, run, ("t2v-A14B",))
+    return make_line_resolver(flags)(read_settings(request.settings)).params
+
+
+def resolve_json_record(shared: Settings, video: Settings, folder: Path) -> VideoParams:
+    record = folder / "record.json"
+    record.write_text(json.dumps({"settings": {"prompt": "a", **video}}))
+    arguments = {**COMMON, **shared, "from_json": record, "save_file": "x/v.mp4"}
+    return resolve_settings(parse(arguments)).params
+
+
+@pytest.mark.parametrize("resolve", [resolve_json_record, resolve_line, resolve_request])
+def test_whole_numbers_of_json(
+    resolve: Callable[[Settings, Settings, Path], VideoParams], tmp_path: Path
+) -> None:
+    """9.0 is an integer of JSON Schema; texts that only Python reads, and true, are no numbers."""
+    flags: Settings = {"sample_guide_scale": 3}
+    video = {"sample_steps": 3, "boundary_step": 1, "slg_blocks": [1, 2]}
+    floats = {"sample_steps": 3.0, "boundary_step": 1.0, "slg_blocks": [1.0, 2.0]}
+    params = resolve(flags, video, tmp_path)
+    assert resolve(flags, floats, tmp_path) == params and type(params.sample_steps) is int
+    wrong = []
+    invalid = ("1_0", "\u0663", "\uff13", " 3", "3 ", True, 1e400, float("nan"), "nan", [[3]])
+    for name in ("sample_steps", "boundary_step", "sample_shift", "nag_scale"):
+        resolve(flags, {name: 3}, tmp_path)
+        for value in invalid:
+            try:
+                resolve(flags, {name: value}, tmp_path)
+            except InputError:
+                continue
+            wrong.append((name, value))
+    assert not wrong
+
+
+def test_names_of_sizes_and_seeds(tmp_path: Path) -> None:
+    """A request has the values of a line of a prompt file under the same names."""
+    flags: Settings = {"size": "128*128", "sample_steps": 2}
+    shared = parse({"ckpt_dir": DEMO, **flags, "save_file": tmp_path / "video.mp4"})
+    run = resolve_settings(shared, require_inputs=False)
+    for size in ([64, 96], [64.0, 96.0], "64*96", "64x96", "64X96"):
+        body = {"prompt": "a", "size": size, "seeds": [4, 5.0]}
+        request = fields.parse_request(body, run, ("t2v-A14B",))
+        assert request.settings["size"] == "64*96" and request.settings["base_seed"] == [4, 5]
+    for size in ([64], [64, 96, 1], ["64", True], [64.5, 64], "64*9_6", "٦٤*96", 64, {}, "0*64"):
+        with pytest.raises(InputError):
+            fields.parse_request({"prompt": "a", "size": size}, run, ("t2v-A14B",))
+
+
+@pytest.mark.parametrize("resolve", [resolve_record, resolve_line, resolve_request])
+def test_settings_of_a_video_win_over_shared_ones(
+    resolve: Callable[[Settings, Settings, Path], VideoParams], tmp_path: Path
+) -> None:
+    wrong = []
+    for shared, video, alone in ROWS:
+        expected: Any = None
+        if alone is not None:
+            arguments = {**COMMON, "prompt": "a", "save_file": "x/v.mp4", **alone}
+            expected = resolve_settings(parse(arguments)).params
+        try:
+            actual = resolve(shared, video, tmp_path)
+        except InputError as error:
+            actual = None if expected is None else str(error)  # type: ignore[assignment]
+        if actual != expected:
+            wrong.append((shared, video, actual, expected))
+    assert not wrong, "\n\n".join(map(str, wrong))
+
+
+def test_keywords_of_a_call_win_over_shared_ones(tiny: Any) -> None:
+    model = wan.WanT2V("t2v-A14B", tiny("t2v-A14B"))
+    common: Settings = {"size": (32, 32), "frame_num": 1, "seed": 1, "output_type": "latent"}
+    common["offload_model"] = False
+
+    def rename(settings: Settings) -> Settings:
+        return {PYTHON_KEYWORDS.get(name, name): value for name, value in settings.items()}
+
+    wrong = []
+    for shared, video, alone in ROWS:
+        call = {"input_prompt": "a", **rename(video)}
+        if alone is None:
+            if not get_refusal(model.generate_many, [call], **common, **rename(shared)):
+                wrong.append((shared, video, "accepted"))
+            continue
+        (latents,) = model.generate_many([call], **common, **rename(shared))
+        expected = model.generate("a", **common, **rename(alone))
+        if not torch.equal(latents, expected):
+            wrong.append((shared, video, "another video"))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_the_remedy_of_a_missing_folder_can_be_followed(tiny: Any) -> None:
+    """Only the command line has a demo; the classes name a wrong task before a missing folder."""
+    folder = str(tiny("t2v-A14B"))
+    with pytest.raises(InputError, match="leave it out to try the demo"):
+        resolve_settings(parse({"ckpt_dir": "nope", "save_file": "x/v.mp4"}))
+    assert resolve_settings(parse({"save_file": "x/v.mp4"})).setup.checkpoint.folder is not None
+    for arguments, words in (
+        (("t2v-A14B", "nope"), "checkpoint_dir=nope does not exist; give the folder"),
+        (("t2v-A14B", "no/pe"), "checkpoint_dir=no/pe is not a folder; download"),
+        (("t2v-A14B",), "checkpoint_dir=None must be the folder of a checkpoint"),
+        (("nosuch",), "config is nosuch"),
+        (("nosuch", folder), "config is nosuch"),
+    ):
+        message = get_refusal(wan.WanT2V, *arguments)
+        assert words in message and "leave it out" not in message
+
+
+def test_an_unknown_home_folder_is_no_folder_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without HOME, and without an entry of the user, or with a relative HOME."""
+    flags = [*("save_file", "image", "ckpt_dir", "lora", "src_ref_images", "prompt_file")]
+    unknown_user = ["~nobody_of_this_name/x"]
+    monkeypatch.setenv("HOME", "/home/fox")
+    for name in flags:
+        parsed = parse({name: "~/x"})[name]
+        assert "/home/fox/x" in str(parsed) and parse({name: "~x.mp4"})
+    for home in ("", "fox", None):
+        monkeypatch.setenv("HOME", home or "")
+        if home is None:
+            monkeypatch.delenv("HOME")
+            monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no entry of the user
+        for name in flags:
+            for path in ("~/x", "~", *unknown_user):
+                with pytest.raises(InputError, match="that folder is unknown; set HOME"):
+                    parse({name: path})
+        model_folder = get_refusal(wan.WanT2V, "t2v-A14B", "~/x")
+        assert "that folder is unknown" in model_folder
