@@ -281,11 +281,6 @@ def remove(*names: str) -> Callable[[Path], object]:
     return remove_all
 
 
-def drop_padding_token(folder: Path) -> None:
-    for name in ("tokenizer_config", "special_tokens_map"):
-        edit_json(f"google/umt5-xxl/{name}.json", lambda config: config.pop("pad_token"))(folder)
-
-
 BROKEN: dict[str, Callable[[Path], object]] = {
     "shard truncated": write_shard(lambda content: content[:-100]),
     "shard garbage": write_shard(lambda _: b"\xff" * 500),
@@ -325,7 +320,6 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "text encoder with numbers that are no weights": edit_pth(T5, lambda s: s.update(step=7)),
     "tokenizer damaged": write("google/umt5-xxl/tokenizer.json", "{"),
     "tokenizer of nothing": remove("google/umt5-xxl/tokenizer.json"),
-    "tokenizer without a padding token": drop_padding_token,
     "config with layers beyond measure": set_config(num_layers=10**9),
     "index that leaves its folder": edit_json(
         INDEX, lambda value: value["weight_map"].update({"head.head.bias": "../x.safetensors"})

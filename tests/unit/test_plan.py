@@ -153,7 +153,7 @@ class Recorder:
 
 def test_latents_in_the_loop(hd: Planner) -> None:
     """At most the planned number of latents is live when the network is called."""
-    for solver in ("unipc", "dpm++"):
+    for solver, least in (("unipc", 5), ("dpm++", 4)):
         request = replace(hd.params, sample_solver=solver, size=(128, 128), sample_steps=5)
         live = StorageTracker("cpu")
         network = Recorder(live)
@@ -165,7 +165,7 @@ def test_latents_in_the_loop(hd: Planner) -> None:
         assert hd.compute_stage_memory()["denoising"]["latents"] / 1e6 == pytest.approx(
             6 * LATENT_MB
         )
-        assert 5 <= max(network.held) // latent_bytes <= 6  # without the solver's tables
+        assert least <= max(network.held) // latent_bytes <= 6  # without the solver's tables
 
 
 def forward(hd: Planner, **changes: object) -> int:

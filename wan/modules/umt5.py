@@ -72,14 +72,14 @@ class _Block(nn.Module):
 class _AttentionLayer(nn.Module):
     def __init__(self, dim: int, head_dim: int, heads: int, buckets: int) -> None:
         super().__init__()
-        self.SelfAttention = _SelfAttention(dim, head_dim, heads, buckets)
+        self.SelfAttention = _RelativeAttention(dim, head_dim, heads, buckets)
         self.layer_norm = _RmsNorm(dim)
 
     def forward(self, x_BTC: Tensor, mask_B11T: Tensor) -> Tensor:
         return x_BTC + self.SelfAttention(self.layer_norm(x_BTC), mask_B11T)
 
 
-class _SelfAttention(nn.Module):
+class _RelativeAttention(nn.Module):
     """Attention without scaling of the products, with a bias for each relative position."""
 
     def __init__(self, dim: int, head_dim: int, heads: int, buckets: int) -> None:
