@@ -44,9 +44,9 @@ CASES: dict[str, Callable[[BlockOps, Tensor, Tensor], Tensor]] = {
     "modulated_norm": lambda ops, x, y: ops.modulated_norm(x, SHIFT, SCALE, SEGMENTS, EPS, y.dtype),
     "norm_rope": lambda ops, x, y: ops.norm_and_rotate(y, AFFINE.weight, HEADS, EPS, TABLE),
     "rms_norm": lambda ops, x, y: ops.norm_and_rotate(y, AFFINE.weight, HEADS, EPS),
-    "gated_add_norm": lambda ops, x, y: ops.gated_add_norm(
-        x, y, GATE, SEGMENTS, AFFINE, y.dtype
-    )[1],
+    "gated_add_norm": lambda ops, x, y: ops.gated_add_norm(x, y, GATE, SEGMENTS, AFFINE, y.dtype)[
+        1
+    ],
     "add_modulated_norm": lambda ops, x, y: ops.add_modulated_norm(
         x, y, SHIFT, SCALE, SEGMENTS, EPS, y.dtype
     )[1],
