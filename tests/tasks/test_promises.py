@@ -230,19 +230,19 @@ def test_a_failed_video_of_clips_goes_on(
     Of long videos, and after a kill: test_long_videos.py.
     """
     task_run, out, denoise = asked(task), tmp_path / "v.mp4", Pipeline.denoise
-    calls = list[object]()
+    calls, frames = list[object](), task_run.frames
 
-    def fail_in_the_second_clip(*args: Any) -> torch.Tensor:
+    def fail_in_the_second_clip(*args: Any, **options: Any) -> torch.Tensor:
         calls.append(args)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
-        return denoise(*args)
+        return denoise(*args, **options)
 
     monkeypatch.setattr(Pipeline, "denoise", fail_in_the_second_clip)
     assert run_generate(*task_run.argv, "--save_file", out) == 1
     (folder,) = tmp_path.iterdir()
     assert {path.name for path in folder.iterdir()} == {"0001.mp4", "0001.safetensors"}
-    assert (task_run.make_frames(out) == task_run.frames).all() and len(calls) == 3
+    assert (task_run.make_frames(out) == frames).all() and len(calls) == 3
     assert {path.name for path in tmp_path.iterdir()} == {"v.mp4", "v.json"}
 
 
