@@ -27,7 +27,7 @@ from wan.metering.recording import make_exchange_plan
 from wan.pipeline.denoise import DenoisingLoop
 from wan.pipeline.scheduler import make_solver
 from wan.serve.records import read_finished_job
-from wan.settings.noise_schedule import compute_sigmas, make_noise_schedule
+from wan.settings.noise_schedule import compute_sigmas, count_noise_samples, make_noise_schedule
 from wan.settings.noise_tables import NOISE_TABLES, compute_beta_quantile
 from wan.settings.presets import PRESETS
 from wan.settings.solvers import SOLVERS
@@ -145,6 +145,22 @@ def test_stochastic_steps_are_rounded_once(solver: str) -> None:
                 clean = (1 - next_sigma) * clean + next_sigma * noise[index].double()
             expected = clean.to(dtype)
             assert x.dtype == dtype and torch.equal(x, expected), (dtype, index)
+
+
+@pytest.mark.parametrize("solver", [*SOLVERS, "rcm, ode"])
+def test_noise_samples_are_counted(solver: str) -> None:
+    """Those of the first latents, and those that the solver draws; clips are resumed by it."""
+    name, _, ode = solver.partition(", ")
+    for steps in (1, 4):
+        params = make_params(name, steps, **({"ode": True} if ode else {}))
+        draws = list[int]()
+
+        def draw(draws: list[int] = draws) -> Tensor:
+            draws.append(1)
+            return torch.zeros(3)
+
+        assert len([*follow_flow(params, torch.ones(3), curved_velocity, draw)]) > steps
+        assert count_noise_samples(params) == 1 + len(draws), steps
 
 
 def integrate_line(

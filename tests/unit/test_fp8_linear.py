@@ -92,6 +92,19 @@ def test_each_row_of_a_large_weight_has_its_own_scale(kind: type[WeightOnlyLinea
     torch.testing.assert_close(linear(unit), scale.T)
 
 
+def test_several_kronecker_products_are_added() -> None:
+    """Those of two LoKrs and a LoRA, to a weight that stays FP8."""
+    weight = layer(24, 40, None).weight
+    factors = {"lora_up": torch.randn(24, 3), "lora_down": torch.randn(3, 40)}
+    factors |= {"lora_left_0": torch.randn(4, 5), "lora_right_0": torch.randn(6, 8)}
+    factors |= {"lora_left_1": torch.randn(3, 8), "lora_right_1": torch.randn(8, 5)}
+    linear = WeightOnlyLinear(weight, Tensor.float, None, in_features=40, lora=factors)
+    expected = weight.float() + factors["lora_up"] @ factors["lora_down"]
+    for i in range(2):
+        expected += torch.kron(factors[f"lora_left_{i}"], factors[f"lora_right_{i}"])
+    torch.testing.assert_close(linear(torch.eye(40)).T, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_rows_of_a_slice_have_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight is upcast seven rows at a time: one scale, one per row, and one per block."""
     monkeypatch.setattr("wan.kernels.weight_only_linear.get_slice_numel", lambda _: 40 * 7)

@@ -117,6 +117,24 @@ def test_rows_of_whole_groups_stay_as_they_are_stored(tiny: Any) -> None:
     assert {f"{layer}.weight" for layer in kept} == {name for name, row in names.items() if row[2]}
 
 
+def test_slices_of_a_tensor_are_mapped_where_they_are_aligned() -> None:
+    """Rows of 32 bytes; float32 needs 64, and bfloat16 its own size."""
+    for dtype, columns, first_row, offset, is_mapped in (
+        ("F32", 8, 0, 64, True),
+        ("F32", 8, 1, 64, False),
+        ("F32", 8, 2, 64, True),
+        ("F32", 8, 1, 96, True),
+        ("BF16", 16, 1, 34, True),
+        ("BF16", 16, 1, 35, False),
+    ):
+        place = {"first_row": first_row, "data_offset": offset}
+        info = TensorInfo(Path("x.gguf"), "x", dtype, (3, columns), 96, **place)
+        for can_map in (True, False):
+            weights = weight_sizes.sum_weights({"x": info}, lambda info: info.dtype, can_map)
+            mapped = 96 * (is_mapped and can_map)
+            assert (weights.mapped, weights.allocated) == (mapped, 96 - mapped), (dtype, place)
+
+
 def test_a_network_without_files_has_the_same_tensors(tiny: Any) -> None:
     run = plan_run("s2v-14B", tiny("s2v-14B"))
     expert, files = next(iter(run.setup.checkpoint.experts.items()))
