@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from tests.pipelines import resolve_argv
+from wan.app import batch_job
 from wan.app.run import Run
 from wan.media.video_writer import write_video
 from wan.settings.command import Output
+from wan.settings.errors import NotFiniteError
 
 SIZE = ["--task", "t2v-A14B", "--size", "32*32", "--frame_num", "5"]
 
@@ -84,6 +90,48 @@ def test_ranks_may_draw_other_seeds_and_name_no_other(tmp_path: Path) -> None:
         assert {name for name in first if first[name] != invariants[name]} == {
             "line 2 of --prompt_file"
         }
+
+
+class FailingVideo:
+    """Replaces `VideoJob`; the first line's video fails."""
+
+    error: Exception
+    is_main_only = False
+    latents_file = None
+    made: list[str]
+
+    def __init__(self, run: Any, *_: Any) -> None:
+        self.run = run
+
+    def make_inputs(self) -> Any:
+        return self.run.load_inputs()
+
+    def log_notices(self, *_: Any) -> None: ...
+
+    def save_denoised_latents(self, latents: Any) -> None: ...
+
+    def make(self, latents: Any) -> None:
+        if self.run.params.prompt == "a":
+            raise self.error
+        self.made.append(self.run.params.prompt)
+
+
+@pytest.mark.parametrize("several_ranks", [False, True])
+def test_which_failures_end_all_ranks(
+    several_ranks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those that all ranks have seen, nor those of the main rank after decoding."""
+    monkeypatch.setattr(batch_job, "VideoJob", FailingVideo)
+    groups: Any = SimpleNamespace(is_main=True, broadcast_object_from_rank0=lambda x: x)
+    errors = RuntimeError("x"), OSError("x"), NotFiniteError("x", torch.zeros(1))
+    for error, is_main_only in product(errors, (False, True)):
+        FailingVideo.error, FailingVideo.is_main_only, FailingVideo.made = error, is_main_only, []
+        run = resolve_lines(tmp_path, ["a", "b"])
+        ends = several_ranks and not is_main_only and not isinstance(error, NotFiniteError)
+        with pytest.raises(type(error)) if ends else nullcontext():
+            has_failed = batch_job.make_videos(run, MagicMock(), groups if several_ranks else None)
+            assert has_failed
+        assert FailingVideo.made == ([] if ends else ["b"]), (error, is_main_only)
 
 
 SCHEDULE = ["--sample_solver", "euler"]

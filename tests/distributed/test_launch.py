@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -171,6 +173,51 @@ def test_who_is_lost() -> None:
             for name, message in messages.items()
         }
     )
+
+
+class PausedClock:
+    """Replaces `time` in the watchdog: it sleeps only between pings, and jumps over pauses."""
+
+    def __init__(self, pauses: list[float]) -> None:
+        self.started, self.slept = threading.Event(), threading.Event()
+        self._pauses, self._now = pauses, 0.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        if not self.started.is_set():
+            time.sleep(0.01)
+        elif self._pauses:
+            self._now += seconds + self._pauses.pop(0)
+        else:
+            self.slept.set()
+            threading.Event().wait()
+
+
+def check_silence(pauses: list[float], is_lost: bool) -> int:
+    """Rank 1 does not answer a ping for some seconds; returns 0 if it is lost as expected."""
+    clock, store = PausedClock(pauses), collectives.HashStore()
+    with mock.patch("wan.distributed.watchdog.time", clock):
+        watchdog = Watchdog(RankEnv(0, 2, 0, "", "", 0, False, True, "0"), store, print_error)
+        watchdog.silence_limit = 5
+        port, token, peer = json.loads(store.get("rank 0"))
+        hello = ["hello", token, peer | {"rank": 1, "machine": "another"}]
+        with socket.create_connection(("localhost", port)) as rank1:
+            rank1.sendall(json.dumps(hello).encode() + b"\n")
+            rank1.recv(100)
+            clock.started.set()
+            if not is_lost:
+                clock.slept.wait(20)
+            sentence = watchdog.describe_loss(20 if is_lost else 0)
+    return int((sentence is not None and "has not answered for 5 s" in sentence) != is_lost)
+
+
+def test_a_pause_of_this_rank_is_no_silence_of_others() -> None:
+    """A process that was suspended counts at most two seconds of its pause."""
+    cases = {"paused": ([100.0, 0.0], False), "waited": ([0.0] * 5, False)}
+    cases |= {"silent": ([0.0] * 9, True), "silent and paused": ([100.0] * 9, True)}
+    run_cases({name: Case([{}], check_silence, args, [0]) for name, args in cases.items()})
 
 
 # How ranks start and agree

@@ -27,7 +27,7 @@ from wan.metering.recording import make_exchange_plan
 from wan.pipeline.denoise import DenoisingLoop
 from wan.pipeline.scheduler import make_solver
 from wan.serve.records import read_finished_job
-from wan.settings.noise_schedule import compute_sigmas, make_noise_schedule
+from wan.settings.noise_schedule import compute_sigmas, count_noise_samples, make_noise_schedule
 from wan.settings.noise_tables import NOISE_TABLES, compute_beta_quantile
 from wan.settings.presets import PRESETS
 from wan.settings.solvers import SOLVERS
@@ -125,6 +125,42 @@ def test_stochastic_solvers_are_diffusers(solver: str) -> None:
     expected = follow_diffusers(scheduler, sigmas, start, curved_velocity, generator=theirs)
     for x, wanted in zip(latents, expected, strict=True):
         torch.testing.assert_close(x, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", ["dmd", "rcm", "lcm"])
+def test_stochastic_steps_are_rounded_once(solver: str) -> None:
+    """Each step in float64; its result has the dtype of the latents."""
+    params = make_params(solver, 4)
+    sigmas = make_noise_schedule(params).sigmas
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator().manual_seed(1)
+        start, *noise = torch.randn(4, 3, 50, generator=generator).to(dtype)
+        samples, expected = iter(noise), start
+        latents = [*follow_flow(params, start, curved_velocity, samples.__next__)]
+        for index, x in enumerate(latents[1:]):
+            velocity = curved_velocity(latents[index], sigmas[index]).double()
+            clean = latents[index].double() - sigmas[index] * velocity
+            next_sigma = sigmas[index + 1]
+            if next_sigma:
+                clean = (1 - next_sigma) * clean + next_sigma * noise[index].double()
+            expected = clean.to(dtype)
+            assert x.dtype == dtype and torch.equal(x, expected), (dtype, index)
+
+
+@pytest.mark.parametrize("solver", [*SOLVERS, "rcm, ode"])
+def test_noise_samples_are_counted(solver: str) -> None:
+    """Those of the first latents, and those that the solver draws; clips are resumed by it."""
+    name, _, ode = solver.partition(", ")
+    for steps in (1, 4):
+        params = make_params(name, steps, **({"ode": True} if ode else {}))
+        draws = list[int]()
+
+        def draw(draws: list[int] = draws) -> Tensor:
+            draws.append(1)
+            return torch.zeros(3)
+
+        assert len([*follow_flow(params, torch.ones(3), curved_velocity, draw)]) > steps
+        assert count_noise_samples(params) == 1 + len(draws), steps
 
 
 def integrate_line(
@@ -260,17 +296,35 @@ def test_noise_tables() -> None:
 
 @pytest.mark.parametrize("table", NOISE_TABLES)
 def test_solvers_begin_where_they_can(table: str) -> None:
-    """UniPC and the SDE solver have no step from sigma 1; two-forward steps have midpoints."""
+    """UniPC and the SDE solver have no step from sigma 1; two-forward steps have midpoints.
+
+    The official sigmas are evenly spaced from the first one to 0, before the shift.
+    """
     for solver in SOLVERS:
         if solver == "rcm":
             continue
         schedule = make_noise_schedule(make_params(solver, 10, table, sample_shift=5.0))
-        start = SOLVERS[solver].start_sigma
+        start = 0.999 if solver in ("unipc", "dpm++_sde") else 1.0
+        if table == "beta":
+            for steps, shift in product((1, 7), (1.0, 3.0, 12.0)):
+                levels = np.linspace(start, 0, steps + 1)[:-1]
+                expected = shift * levels / (1 + (shift - 1) * levels)
+                assert compute_sigmas(solver, steps, shift) == pytest.approx(expected, rel=1e-7)
         assert schedule.sigmas[0] == pytest.approx(5 * start / (1 + 4 * start))
         assert list(schedule.sigmas) == sorted(set(schedule.sigmas), reverse=True)
         assert len(schedule.experts) == (19 if solver == "res_2s" else 10)
         truncated = all(isinstance(t, int) for t in schedule.timesteps)
         assert truncated == (solver in ("unipc", "dpm++"))
+        for timestep, sigma in zip(schedule.timesteps, schedule.sigmas, strict=False):
+            exact = 1000 * sigma
+            assert timestep == (math.floor(exact) if truncated else pytest.approx(exact))
+
+
+def test_the_boundary_itself_is_of_the_high_noise_expert() -> None:
+    for boundary, timesteps, high in ((0.875, (900, 875, 874.9), 2), (0.9, (900, 899.99), 1)):
+        params = make_params("euler", len(timesteps), timesteps=timesteps, boundary=boundary)
+        schedule = make_noise_schedule(params)
+        assert schedule.high_noise_steps == high and schedule.timesteps == timesteps
 
 
 # ------------------------------------------------------------------ steps of two forward passes

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from wan.checkpoint.layout import inspect_checkpoint
@@ -20,11 +21,16 @@ def folder(tiny: Any) -> Path:
     return tiny("t2v-A14B", layout="diffusers")
 
 
-def load_encoder(folder: Path, dtype: torch.dtype) -> t5.TextEncoder:
+def load_network(folder: Path, dtype: torch.dtype) -> nn.Module:
+    spec = t5.read_text_encoder_spec(inspect_checkpoint(folder).require("text_encoder"))
+    return spec.load(device=torch.device("cpu"), dtype_of=lambda *_: dtype)
+
+
+def load_encoder(
+    folder: Path, dtype: torch.dtype, network: nn.Module | None = None
+) -> t5.TextEncoder:
     checkpoint = inspect_checkpoint(folder)
-    network = t5.read_text_encoder_spec(checkpoint.require("text_encoder")).load(
-        device=torch.device("cpu"), dtype_of=lambda *_: dtype
-    )
+    network = network or load_network(folder, dtype)
     tokenizer = t5.load_tokenizer(checkpoint.require("tokenizer"))
     return t5.TextEncoder(network, tokenizer, dtype=dtype, text_len=512)
 
@@ -50,6 +56,17 @@ def test_prompts_are_embedded_as_by_transformers(folder: Path, dtype: torch.dtyp
         assert embeds.shape == (length, expected.shape[1]), num_words
         error = (embeds - expected[:length]).abs().max()
         assert error <= limit * expected[:length].abs().max(), num_words
+
+
+def test_weights_in_bfloat16_are_upcast_one_layer_at_a_time(folder: Path) -> None:
+    """The values of float32 weights that are rounded; the weights stay as they are stored."""
+    rounded = load_network(folder, torch.bfloat16).float()
+    expected = load_encoder(folder, torch.float32, rounded)
+    network = load_network(folder, torch.bfloat16)
+    encoder = load_encoder(folder, torch.float32, network)
+    for prompt in ("a cat", "two cats"):
+        assert torch.equal(encoder(prompt), expected(prompt))
+        assert {x.dtype for x in network.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

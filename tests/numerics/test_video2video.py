@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from wan.settings.noise_tables import NOISE_TABLES, OFFICIAL_TABLE
 from wan.settings.presets import PRESETS
 from wan.settings.solvers import SOLVERS
 from wan.tasks.base import VideoParams, get_task, make_base_inputs, make_video_params
-from wan.tasks.video2video import SourceInputs, fit_latents
+from wan.tasks.video2video import SourceInputs, fit_latents, read_frames_at_size
 
 SIZE, FRAMES, STEPS = (64, 48), 9, 10
 
@@ -223,6 +224,23 @@ def test_experts_follow_the_noise() -> None:
 
 def get_experts(**values: Any) -> list[str]:
     return [*make_noise_schedule(make_params(**values)).experts]
+
+
+def test_frames_cover_the_size() -> None:
+    """A frame of a color per half is cropped to its center, also of the turned size."""
+    for rows, columns in ((48, 64), (64, 48), (32, 32), (96, 96), (24, 64), (480, 64)):
+        frame = np.zeros((rows, columns, 3), np.uint8)
+        frame[: rows // 2, :, 0], frame[:, : columns // 2, 1] = 255, 255
+        frames = read_frames_at_size(
+            lambda indices, x=frame: np.stack([x for _ in indices]), 2, SIZE
+        )
+        assert frames.shape == (2, SIZE[1], SIZE[0], 3) and frames.dtype == torch.uint8
+        if (columns, rows) == SIZE:
+            assert np.array_equal(frames[0], frame)
+        bright = frames[0, :23, :, 0], frames[0, :, :31, 1]
+        dark = frames[0, 25:, :, 0], frames[0, :, 33:, 1]
+        assert all((half > 127).all() for half in bright), (rows, columns)
+        assert all((half < 128).all() for half in dark), (rows, columns)
 
 
 def test_latents_are_fitted() -> None:

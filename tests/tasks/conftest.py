@@ -40,7 +40,7 @@ class TaskRun:
         """The command line without prompts."""
         input_flags = [str(word) for pair in self.inputs.items() for word in pair]
         task = ["--task", self.task.checkpoint, "--ckpt_dir", str(self.checkpoint)]
-        return [*task, *self.task.flags, *input_flags, *QUICK]
+        return [*task, *QUICK, *self.task.flags, *input_flags]
 
     @property
     def argv(self) -> list[str]:

@@ -167,6 +167,7 @@ def _character(folder: Path) -> Inputs:
 
 SMALL = {"size": (48, 32), "frame_num": 5}
 WIDE = {"size": (64, 32), "frame_num": 5}
+STOCHASTIC = {**SMALL, "sample_solver": "lcm"}  # each clip samples noise for two steps
 FROM_SOURCE = {**WIDE, "strength": 0.5}
 S2V = {"size": (96, 64), "infer_frames": 12}  # 12 - 3 and 12 frames
 LONG = {"size": (48, 32), "frame_num": 9, "chain": "latent"}
@@ -191,7 +192,7 @@ TASKS: dict[str, Task] = {
         latents=False,
     ),
     "animate2": Task(
-        *("animate2-14B", SMALL, (8, 32, 48), wan.WanAnimate2, _driven_image),
+        *("animate2-14B", STOCHASTIC, (8, 32, 48), wan.WanAnimate2, _driven_image),
         fps=24,
         latents=False,
     ),

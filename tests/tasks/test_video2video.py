@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import imageio
@@ -52,6 +53,26 @@ def test_frames_and_size_follow_the_source(source: Path, tmp_path: Path) -> None
         actual = (*run.params.video_size, run.params.frame_num, run.output.fps)
         assert actual == expected, argv
         assert run.params.strength == 0.8 and run.settings["src_video"] == str(argv[1])
+
+
+def test_what_is_said_of_a_source(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """That frames are left out, or that the rate is not the network's: 16, and 24 of ti2v-5B."""
+    for count, fps, flags, is_cut, is_untrained in (
+        (9, 16, (), False, False),
+        (10, 16, (), True, False),
+        (9, 16, ("--frame_num", 5), True, False),
+        (9, 15, (), False, True),
+        (9, 17, (), False, True),
+        (9, 24, (), False, True),
+        (9, 24, ("--task", "ti2v-5B"), False, False),
+    ):
+        caplog.clear()
+        video = write_moving_box(tmp_path / f"{count}_{fps}.mp4", (64, 48), count, fps)
+        with caplog.at_level(logging.INFO):
+            run = resolve_plan("--src_video", video, *flags)
+        cut = f"has {count} frames; the first {run.params.frame_num} are used" in caplog.text
+        untrained = f"has {fps} frames per second; the network was trained" in caplog.text
+        assert (cut, untrained) == (is_cut, is_untrained), (count, fps, flags)
 
 
 def test_a_plan_counts_the_steps(source: Path) -> None:

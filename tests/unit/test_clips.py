@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -262,6 +263,11 @@ def test_clips_of_a_character(replaces: bool, overlap: int, length: int) -> None
     with pytest.raises(FileChangedError, match=f"{overlap - 1} frames"):
         next(generate_clips(pipeline, request, replace(animate_inputs, **stored)))  # type: ignore[arg-type]
     assert_resumes(pipeline, all_clips, request, animate_inputs)
+    if count == 2 and not replaces:  # a solver that adds noise between the steps
+        request = make_video_params(PRESETS["animate-14B"], values | {"sample_solver": "lcm"})
+        pipeline = FakePipeline()
+        all_clips = list(generate_clips(pipeline, request, animate_inputs))  # type: ignore[arg-type]
+        assert_resumes(pipeline, all_clips, request, animate_inputs)
 
 
 def select_latents(maker: ChainedClips, index: int, latents: Tensor) -> Tensor:
@@ -296,6 +302,20 @@ def test_a_long_video_may_go_on_after_its_last_clip(chain: str) -> None:
         first, *_ = generate_clips(pipeline, params, Inputs(image=picture(64, 48)))
         states.append(first.state)
     assert torch.equal(*states)
+
+
+def test_the_log_has_the_prompt_of_each_clip(caplog: pytest.LogCaptureFixture) -> None:
+    values = {**SAMPLING, "chain": "frame", "frame_num": 5, "max_area": 64 * 48, "num_clip": 2}
+    for prompts, expected in ((("one", "two"), ["one", "two"]), (None, ["three", "three"])):
+        caplog.clear()
+        values |= {"clip_prompts": prompts, "prompt": "three"}
+        params = make_video_params(PRESETS["i2v-A14B"], values, (64, 48))
+        pipeline: Any = FakePipeline()
+        pipeline.cache_prompt_embeds = lambda *_: None
+        with caplog.at_level(logging.INFO):
+            list(generate_clips(pipeline, params, Inputs(image=picture(64, 48))))
+        lines = [line for line in caplog.messages if line.startswith("Clip ")]
+        assert lines == [f"Clip {i + 1} of 2: {prompt}" for i, prompt in enumerate(expected)]
 
 
 def test_a_failure_waits_for_the_clip_that_is_decoded_meanwhile(

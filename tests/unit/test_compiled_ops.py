@@ -6,8 +6,10 @@ Legend: L tokens, C channels, N heads, D head size.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from wan.kernels.compiled_ops import MIN_ELEMENTS, STEPS_BY_OP, CompiledOps
 from wan.modules.fused_ops import BlockOps
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
-from wan.modules.rope import make_rope_table
+from wan.modules.rope import compute_rope_angles, make_rope_table
 
 GRID, HEADS, HEAD_DIM = (3, 4, 6), 4, 12
 L, C, EPS = 72, HEADS * HEAD_DIM, 1e-6
@@ -31,24 +33,84 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-SHIFT, SCALE, GATE = (random(1, 1, C, seed=seed) for seed in range(3))
+SEGMENTS = 20, 52
+SHIFT, SCALE, GATE = (random(1, len(SEGMENTS), C, seed=seed) for seed in range(3))
 AFFINE = torch.nn.LayerNorm(C, EPS).requires_grad_(False)
 AFFINE.weight.copy_(random(C, seed=3))
 TABLE = make_rope_table(GRID, HEAD_DIM)
 
 
 CASES: dict[str, Callable[[BlockOps, Tensor, Tensor], Tensor]] = {
-    "modulated_norm": lambda ops, x, y: ops.modulated_norm(x, SHIFT, SCALE, (L,), EPS, y.dtype),
+    "modulated_norm": lambda ops, x, y: ops.modulated_norm(x, SHIFT, SCALE, SEGMENTS, EPS, y.dtype),
     "norm_rope": lambda ops, x, y: ops.norm_and_rotate(y, AFFINE.weight, HEADS, EPS, TABLE),
     "rms_norm": lambda ops, x, y: ops.norm_and_rotate(y, AFFINE.weight, HEADS, EPS),
-    "gated_add_norm": lambda ops, x, y: ops.gated_add_norm(x, y, GATE, (L,), AFFINE, y.dtype)[1],
+    "gated_add_norm": lambda ops, x, y: ops.gated_add_norm(x, y, GATE, SEGMENTS, AFFINE, y.dtype)[
+        1
+    ],
     "add_modulated_norm": lambda ops, x, y: ops.add_modulated_norm(
-        x, y, SHIFT, SCALE, (L,), EPS, y.dtype
+        x, y, SHIFT, SCALE, SEGMENTS, EPS, y.dtype
     )[1],
-    "gated_add": lambda ops, x, y: ops.gated_add(x, y, GATE, (L,)),
+    "gated_add": lambda ops, x, y: ops.gated_add(x, y, GATE, SEGMENTS),
     "gelu": lambda ops, x, y: ops.gelu(y),
 }
 """Calls with the residual stream x, float32, which some change, and y."""
+
+
+def normalise(x: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def rotate(x_BLND: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x_BLND.unflatten(-1, (-1, 2)))
+    turns = torch.polar(torch.ones((), dtype=torch.float64), compute_rope_angles(GRID, HEAD_DIM))
+    return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
+
+
+def compute_definitions(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """The results of `CASES`, in float64."""
+    x, y, weight = x.double(), y.double(), AFFINE.weight.double()
+    shift, scale, gate = (
+        rows.double().repeat_interleave(torch.tensor(SEGMENTS), dim=1)
+        for rows in (SHIFT, SCALE, GATE)
+    )
+    rms = y / (y.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+    rms_BLND = rms.unflatten(-1, (HEADS, -1))
+    return {
+        "modulated_norm": normalise(x) * (1 + scale) + shift,
+        "norm_rope": rotate(rms_BLND),
+        "rms_norm": rms_BLND,
+        "gated_add_norm": normalise(x + gate * y) * weight,
+        "add_modulated_norm": normalise(x + y) * (1 + scale) + shift,
+        "gated_add": x + gate * y,
+        "gelu": y / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3))),
+    }
+
+
+@pytest.mark.parametrize("mode", ["one slice", "slices", "autograd", "compiling"])
+def test_operations_are_their_definitions(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two segments; slices have ten tokens, and the last one of a segment fewer."""
+    if mode == "slices":
+        monkeypatch.setattr("wan.modules.fused_ops.get_slice_numel", lambda _: C * 10)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: mode == "compiling")
+    wrong = []
+    for name, dtype in product((*CASES, "written norm_rope"), LIMITS):
+        x, y = random(1, L, C, seed=4), random(1, L, C, seed=5).to(dtype)
+        expected = compute_definitions(x, y)[name.removeprefix("written ")]
+        with torch.set_grad_enabled(mode == "autograd"):
+            if name in CASES:
+                output = CASES[name](BlockOps(), x, y.clone())
+            else:
+                output = torch.full((1, L, HEADS, HEAD_DIM), torch.nan)
+
+                def write(x_BLND: Tensor, first: int, output: Tensor = output) -> None:
+                    output[:, first : first + x_BLND.shape[1]] = x_BLND
+
+                BlockOps().norm_and_rotate(y.clone(), AFFINE.weight, HEADS, EPS, TABLE, write)
+        difference = (output.double() - expected).abs()
+        if not (difference <= LIMITS[output.dtype] * (1 + expected.abs())).all():
+            wrong.append((name, dtype))
+    assert not wrong
 
 
 @pytest.mark.parametrize(
@@ -68,6 +130,21 @@ def test_compiled_steps_compute_the_same(name: str, dtype: torch.dtype) -> None:
     limit = LIMITS[output.dtype]
     assert_close(output, expected, atol=limit, rtol=limit)
     assert_close(x, expected_x, atol=4e-6, rtol=0)
+
+
+def test_samples_of_a_batch_and_tokens_without_a_norm() -> None:
+    """Each sample has its own row of modulation; a network without norms of q and k rotates."""
+    x, y, rows = random(2, L, C, seed=4), random(2, L, C, seed=5), random(2, 1, C, seed=6)
+    with torch.inference_mode():
+        normed = BlockOps().modulated_norm(x, rows, 2 * rows, (L,), EPS, torch.float32)
+        rotated = BlockOps().norm_and_rotate(y.clone(), None, HEADS, EPS, TABLE)
+        added = BlockOps().gated_add(x.clone(), y, rows, (L,))
+    for output, expected in (
+        (normed, normalise(x.double()) * (1 + 2 * rows) + rows),
+        (rotated, rotate(y.double().unflatten(-1, (HEADS, -1)))),
+        (added, x.double() + rows * y),
+    ):
+        assert_close(output.double(), expected, rtol=4e-6, atol=4e-6)
 
 
 def model(run: CompiledOps) -> WanModel:

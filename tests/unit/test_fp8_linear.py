@@ -53,8 +53,16 @@ def compute_expected(linear: FP8Linear, x: Tensor) -> Tensor:
     return out
 
 
-def test_a_layer() -> None:
-    """Without a scale, with one scale, and with one per row; each also with a LoRA."""
+@pytest.mark.parametrize("sliced", [False, True])
+def test_a_layer(sliced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a scale, with one scale, and with one per row; each also with a LoRA.
+
+    Tokens and rows of the weight are multiplied in slices, the last ones of fewer.
+    """
+    if sliced:
+        module = "wan.kernels.weight_only_linear"
+        monkeypatch.setattr(f"{module}.get_int8_slice_numel", lambda _: 72 * 10)
+        monkeypatch.setattr(f"{module}._SLICE_ELEMENTS", 40 * 11)
     x = torch.randn(2, 33, 40, generator=torch.Generator().manual_seed(1))
     x[0, 3], x[1, 5] = 0, x[1, 5] * 1e4
     for scale, lora in product((None, torch.tensor([0.013]), torch.rand(72, 1) + 0.1), (0, 3)):
@@ -82,6 +90,37 @@ def test_each_row_of_a_large_weight_has_its_own_scale(kind: type[WeightOnlyLinea
     linear = kind(weight, Tensor.float, None, in_features=side, scale=scale)
     unit = torch.eye(1, side)
     torch.testing.assert_close(linear(unit), scale.T)
+
+
+def test_several_kronecker_products_are_added() -> None:
+    """Those of two LoKrs and a LoRA, to a weight that stays FP8."""
+    weight = layer(24, 40, None).weight
+    factors = {"lora_up": torch.randn(24, 3), "lora_down": torch.randn(3, 40)}
+    factors |= {"lora_left_0": torch.randn(4, 5), "lora_right_0": torch.randn(6, 8)}
+    factors |= {"lora_left_1": torch.randn(3, 8), "lora_right_1": torch.randn(8, 5)}
+    linear = WeightOnlyLinear(weight, Tensor.float, None, in_features=40, lora=factors)
+    expected = weight.float() + factors["lora_up"] @ factors["lora_down"]
+    for i in range(2):
+        expected += torch.kron(factors[f"lora_left_{i}"], factors[f"lora_right_{i}"])
+    torch.testing.assert_close(linear(torch.eye(40)).T, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_a_slice_have_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight is upcast seven rows at a time: one scale, one per row, and one per block."""
+    monkeypatch.setattr("wan.kernels.weight_only_linear.get_slice_numel", lambda _: 40 * 7)
+    weight = (torch.randn(18, 40, generator=torch.Generator().manual_seed(1)) * 50).to(E4M3)
+    of_rows, of_blocks = torch.rand(18, 1), torch.rand(5, 3) + 0.5
+    rows, columns = torch.arange(18) // 4, torch.arange(40) // 16
+    for scale, block, factors in (
+        (None, None, torch.ones(1, 1)),
+        (torch.tensor([0.3]), None, torch.tensor([0.3])),
+        (of_rows, None, of_rows),
+        (of_blocks, (4, 16), of_blocks[rows][:, columns]),
+    ):
+        linear = WeightOnlyLinear(
+            *(weight, Tensor.float, None), in_features=40, scale=scale, scale_block=block
+        )
+        torch.testing.assert_close(linear(torch.eye(40)).T, weight.float() * factors)
 
 
 @pytest.mark.parametrize("precision", ["fp32", slow("bf16")])

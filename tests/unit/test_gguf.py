@@ -92,6 +92,23 @@ def test_axes_that_stable_diffusion_cpp_drops(tmp_path: Path, kind: str) -> None
         assert torch.equal(source.read(slice(None)), values[name].view(shapes[name]))
 
 
+@np.errstate(invalid="ignore", over="ignore")
+def test_the_functions_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all types, without a compiler: the values of the package, in slices where there are."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr("wan.kernels.compiled_dequantise.get_slice_numel", lambda _: 512 * 3)
+    dequantizer, wrong = CompiledDequantizer(min_values=0), []
+    for kind in GGUF:
+        stored, values = make_random_rows(kind, 20), torch.empty(20, 512).bfloat16()
+        expected = dequantize(stored.numpy(), kind).bfloat16()
+        is_compiled = dequantizer.fill(kind, stored, None, values)
+        if is_compiled == (kind in ("IQ4_NL", "IQ4_XS", "MXFP4")) or (
+            is_compiled and not torch.allclose(values, expected, rtol=0, atol=0, equal_nan=True)
+        ):
+            wrong.append(kind)
+    assert not wrong
+
+
 @np.errstate(invalid="ignore")
 @pytest.mark.parametrize(
     "kind",

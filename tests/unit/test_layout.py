@@ -502,7 +502,7 @@ def test_shards_that_are_refused(shards: list[Path], folder: Path) -> None:
     check_messages("shards", messages)
 
 
-def read_published_config(task: str, count: int) -> Any:
+def read_published_config(task: str, count: int, controls: int | None = None) -> Any:
     """Reads the configuration of a published network's first blocks from shapes in headers."""
     config: Any = make_reference_checkpoint(PRESETS[task]).config
     shapes = {
@@ -515,7 +515,9 @@ def read_published_config(task: str, count: int) -> Any:
     }
     if "vace_layers" in config:
         shapes["vace_patch_embedding.weight"] = (config["dim"], 96, 1, 2, 2)
-        shapes |= {f"vace_blocks.{i}.x": (1,) for i, _ in enumerate(config["vace_layers"])}
+        shapes |= {
+            f"vace_blocks.{i}.x": (1,) for i in range(controls or len(config["vace_layers"]))
+        }
     file = Path("x.safetensors")
     tensors = {name: TensorInfo(file, name, "BF16", shape, 0) for name, shape in shapes.items()}
     return read_dit_config(file, tensors)
@@ -533,6 +535,13 @@ def test_control_layers_are_the_published_ones_without_a_config(task: str) -> No
     reference: Any = make_reference_checkpoint(PRESETS[task]).config
     config = read_published_config(task, reference["num_layers"])
     assert config["vace_layers"] == reference["vace_layers"]
+
+
+def test_control_layers_that_are_no_divisor_of_the_layers() -> None:
+    """They begin with the first layer, at equal distances."""
+    for controls, distance in ((7, 4), (8, 3), (9, 3), (14, 2), (16, 1), (30, 1)):
+        config = read_published_config("vace-1.3B", 30, controls)
+        assert config["vace_layers"] == tuple(distance * i for i in range(controls)), controls
 
 
 def test_flat_patches_that_fit_no_convolution_keep_their_shape() -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tests.animate2_network import CASES, Case, compute_velocity, make_inputs, make_network
 from tests.refusals import check_refusals, get_refusal
@@ -102,6 +107,67 @@ def test_the_next_layer_is_the_next_one_that_runs(monkeypatch: pytest.MonkeyPatc
     for layer in layers:
         ReferencePass(kv, 0.0, layers).get_layer(layer)
     assert fetched == [(0, 2), (2, 3), (3, 0)]
+
+
+class OnHost(TorchFunctionMode):
+    """Allocates the memory of an accelerator, and page-locked memory, as memory of the CPU."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        changed = {name: x for name, x in (kwargs or {}).items() if name != "pin_memory"}
+        return function(*args, **(changed | {"device": "cpu"} if "device" in changed else changed))
+
+
+class LateStream:
+    """Replaces `CopyStream`: its copies run when the compute stream waits for their event.
+
+    They wait for an event of the compute stream, which is recorded after the allocation.
+    """
+
+    def __init__(self, _: object) -> None:
+        self.queued: list[Callable[[], object]] = []
+        self.kept, self.computed = list[Tensor](), False
+
+    def make_event(self) -> list[Callable[[], object]]:
+        return []
+
+    def record_computed(self, event: object) -> None:
+        self.computed = True
+
+    def record_stream(self, memory: Tensor) -> None:
+        self.kept.append(memory)
+
+    def copy(self, target: Tensor, slices: Any, event: object) -> None:
+        assert self.computed and any(x.data_ptr() == target.data_ptr() for x in self.kept)
+        self.queued += [partial(target[rows].copy_, source) for rows, source in slices]
+
+    def record_copied(self, event: list[Callable[[], object]]) -> None:
+        event[:], self.queued, self.computed = self.queued, [], False
+
+    def make_compute_wait(self, event: list[Callable[[], object]]) -> None:
+        for copy in event:
+            copy()
+
+
+def test_attention_waits_for_the_copies_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the layer before is skipped, and in two head chunks."""
+    monkeypatch.setattr("wan.modules.reference_kv.CopyStream", LateStream)
+    layout = ReferenceLayout((1, 2, 2), (2, 2, 2), 8, 2, 0)
+    kv = ReferenceKV(layout, torch.device("cuda"), in_host_memory=True)
+    with OnHost():
+        for layer, chunk in product(range(1, 4), range(2)):
+            key = torch.full((1, 4, 1, HEAD_DIM), 10.0 * layer + chunk)
+            kv.record(layer, chunk, key, -key, (0, 1))
+        kv.is_complete = True
+        for layers in ([1, 2, 3], [1, 3], [2, 3], [1, 2, 3]):
+            for layer in layers:
+                chunks = ReferencePass(kv, 0.0, layers).get_layer(layer).chunks
+                values = {
+                    i: [x.unique().tolist() for x in kv_of_i] for i, kv_of_i in chunks.items()
+                }
+                expected = {i: [[10.0 * layer + i], [-10.0 * layer - i]] for i in range(2)}
+                assert values == expected, (layers, layer)
 
 
 def test_refusals() -> None:

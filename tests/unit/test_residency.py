@@ -351,22 +351,29 @@ class RecordingStream:
     """Replaces an accelerator's two streams and logs the copies."""
 
     log: list[str]
+    waits: list[str]
 
-    def __init__(self, _: object) -> None: ...
+    def __init__(self, _: object) -> None:
+        self.kept, self.num_copies = list[Tensor](), 0
 
     def make_event(self) -> list[str]:
         return []
 
-    def record_stream(self, memory: Tensor) -> None: ...
+    def record_stream(self, memory: Tensor) -> None:
+        self.kept.append(memory)
 
-    def record_copied(self, event: object) -> None: ...
+    def record_copied(self, event: list[str]) -> None:
+        event[:] = [f"copy {self.num_copies}"]
 
-    def make_compute_wait(self, event: object) -> None: ...
+    def make_compute_wait(self, event: list[str]) -> None:
+        self.waits.append("".join(event))
 
     def record_computed(self, event: list[str]) -> None:
         event[:] = self.log[-1:]
 
     def copy(self, target: Tensor, slices: object, event: list[str]) -> None:
+        assert any(target is memory for memory in self.kept)
+        self.num_copies += 1
         self.log.append(f"copy after {''.join(event)}")
 
 
@@ -387,7 +394,7 @@ def test_a_buffer_is_free_when_all_that_moves_with_a_block_has_run(
     """On an accelerator, a copy into a buffer waits for the last module of its block."""
     monkeypatch.setattr(residency, "CopyStream", RecordingStream)
     monkeypatch.setattr(residency, "PinnedMemory", FakePinnedMemory)
-    meta, RecordingStream.log = torch.device("meta"), []
+    meta, RecordingStream.log, RecordingStream.waits = torch.device("meta"), [], []
     with meta:
         network = ModelWithAdapters().requires_grad_(False)
     sources = {
@@ -419,6 +426,8 @@ def test_a_buffer_is_free_when_all_that_moves_with_a_block_has_run(
         *(after_plain, *first, "copy after late 0", "blocks 1"),
         *(after_late[1], *second, after_late[0], "blocks 3"),
     ]
+    # Every block waits for its own copy.
+    assert RecordingStream.waits == [f"copy {number}" for number in range(1, 9)]
 
 
 NETWORKS: dict[str, Callable[[], Any]] = {

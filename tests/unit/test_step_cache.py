@@ -107,6 +107,22 @@ def test_mag_skips_what_the_published_rule_skips() -> None:
     assert list_skipped_steps(rule("i2v-A14B", 1, step_cache_max_skip=9))[0] == 29
 
 
+def test_mag_computes_the_first_steps_of_an_expert() -> None:
+    """By the calls that the authors count, two a step; the last one of the second expert too."""
+    first, cache = [0], {"step_cache_threshold": 1e9, "step_cache_max_skip": 99}
+    cases = {  # task -> high-noise steps, and the steps that each branch computes
+        "t2v-A14B": (4, [*first, 4, 5, 6], [*first, 4, 5]),
+        "i2v-A14B": (4, [*range(6)], [*range(6)]),
+        "ti2v-5B": (0, [*range(3)], [*range(3)]),
+    }
+    for task, (high, *expected) in cases.items():
+        rule = Mag(StepCache("mag", **cache, step_cache_retention=0.25), PRESETS[task]).apply_rule
+        experts = ["high_noise"] * high + ["low_noise"] * (12 - high)
+        for branch, steps in zip(("cond", "uncond"), expected, strict=True):
+            mask = rule([1.0] * 12, experts, branch)
+            assert [step for step, is_computed in enumerate(mask) if is_computed] == steps, task
+
+
 def test_a_curve_is_the_growth_of_what_blocks_add(
     tiny: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

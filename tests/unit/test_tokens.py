@@ -62,9 +62,13 @@ def test_runs_follow_their_tokens(lengths: list[int], ranks: int, multiple: int)
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_shard_has_memory_of_its_own(ordered: bool) -> None:
     """Blocks update it in place, and the whole sequence may be used again."""
-    order = (lambda _: torch.arange(5, -1, -1)) if ordered else None
+    indices = torch.tensor([3, 0, 5, 1, 2, 4])
+    order = (lambda _: indices) if ordered else None
     sequence = torch.arange(1.0, 13).view(1, 6, 2)
-    arranged, original = sequence.flip(1) if ordered else sequence.clone(), sequence.clone()
+    arranged, original = sequence[:, indices] if ordered else sequence.clone(), sequence.clone()
+    whole = ShardedSequence(SINGLE_RANK, 4, order)
+    assert torch.equal(whole.permute(sequence, (1, 2, 3)), arranged)
+    assert torch.equal(whole.gather(whole.shard(sequence, (1, 2, 3)), (1, 2, 3)), sequence)
     for ranks, multiple in product((1, 2, 3), (1, 4)):
         tokens, shards = ShardedSequence(SINGLE_RANK, multiple, order), []
         for rank in range(ranks):

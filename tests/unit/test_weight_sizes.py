@@ -16,6 +16,7 @@ from tests.pipelines import resolve_plan
 from tests.unit.test_marks import quantise_state
 from wan.app.run import Run
 from wan.checkpoint.load import make_dit_dtype_rule
+from wan.checkpoint.tensor_info import TensorInfo
 from wan.checkpoint.tensor_source import get_named_tensors
 from wan.pipeline import memory_estimate, weight_sizes
 from wan.pipeline.weight_transforms import install_weight_only_linears
@@ -68,6 +69,70 @@ def test_fp8_weights_with_scales_of_blocks(tiny: Any, tmp_path: Path) -> None:
         parameter.data = parameter.data.to(get_dtype(name, torch.bfloat16))
     install_weight_only_linears(setup, "dit", "cuda", network, torch.bfloat16)
     assert weight_sizes.sum_dit_weights(setup, "cuda", 1).allocated == count_bytes([network])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_loras_of_a_video_that_are_in_memory_at_once(
+    device: str, tiny: Any, tmp_path: Path
+) -> None:
+    """Those of one expert; a CPU's memory also has the cache, up to those of the other expert."""
+    folder = tiny("t2v-A14B", "diffusers")
+    for name, rank in {"x": 3, "x_high_noise": 5}.items():
+        pair = {"down": torch.zeros(rank, 240), "up": torch.zeros(240, rank)}
+        tensors = {f"blocks.0.self_attn.q.lora_{n}.weight": x for n, x in pair.items()}
+        save_file(tensors, tmp_path / f"{name}.sft")
+    names = ("--video_lora", "x", "--video_lora", "x_high_noise")
+    low, high = (2 * 240 * rank * 4 for rank in (3, 3 + 5))
+    for cache, cached_bytes in ((0, 0), (1e-6, 1000), (1, 10**9)):
+        setup = resolve_plan(
+            *("--task", "t2v-A14B", "--ckpt_dir", folder, "--size", "64*64", "--device", device),
+            *("--precision", "fp32", "--lora_folder", tmp_path, "--lora_cache", cache, *names),
+        ).setup
+        expected = high + (min(low, cached_bytes) if device == "cpu" else 0)
+        assert weight_sizes.sum_video_loras(setup, device) == expected
+
+
+def test_rows_of_whole_groups_stay_as_they_are_stored(tiny: Any) -> None:
+    """Linear layers of blocks; a row of a GGUF type has whole groups of values."""
+    names = {
+        "blocks.0.ffn.0.weight": ("Q4_0", (8, 64), True),
+        "blocks.0.ffn.2.weight": ("Q4_0", (8, 48), False),
+        "blocks.1.ffn.0.weight": ("Q4_K", (8, 512), True),
+        "blocks.1.ffn.2.weight": ("Q4_K", (8, 288), False),
+        "blocks.1.self_attn.q.weight": ("F8_E4M3", (8, 33), True),
+        "blocks.1.self_attn.k.weight": ("BF16", (8, 32), False),
+        "blocks.1.norm3.bias": ("Q4_0", (32,), False),
+        "blocks.1.conv.weight": ("Q4_0", (8, 32, 1), False),
+        "head.head.weight": ("Q4_0", (8, 32), False),
+    }
+    tensors = {
+        name: TensorInfo(Path("x.gguf"), name, dtype, shape, 0)
+        for name, (dtype, shape, _) in names.items()
+    }
+    setup = plan_run("t2v-1.3B", tiny("t2v-1.3B")).setup
+    (expert, files), *_ = setup.checkpoint.experts.items()
+    experts = {expert: replace(files, tensors=tensors)}
+    setup = replace(setup, checkpoint=replace(setup.checkpoint, experts=experts))
+    kept = weight_sizes.find_unconverted_layers(setup, expert, "cuda")
+    assert {f"{layer}.weight" for layer in kept} == {name for name, row in names.items() if row[2]}
+
+
+def test_slices_of_a_tensor_are_mapped_where_they_are_aligned() -> None:
+    """Rows of 32 bytes; float32 needs 64, and bfloat16 its own size."""
+    for dtype, columns, first_row, offset, is_mapped in (
+        ("F32", 8, 0, 64, True),
+        ("F32", 8, 1, 64, False),
+        ("F32", 8, 2, 64, True),
+        ("F32", 8, 1, 96, True),
+        ("BF16", 16, 1, 34, True),
+        ("BF16", 16, 1, 35, False),
+    ):
+        place = {"first_row": first_row, "data_offset": offset}
+        info = TensorInfo(Path("x.gguf"), "x", dtype, (3, columns), 96, **place)
+        for can_map in (True, False):
+            weights = weight_sizes.sum_weights({"x": info}, lambda info: info.dtype, can_map)
+            mapped = 96 * (is_mapped and can_map)
+            assert (weights.mapped, weights.allocated) == (mapped, 96 - mapped), (dtype, place)
 
 
 def test_a_network_without_files_has_the_same_tensors(tiny: Any) -> None:
