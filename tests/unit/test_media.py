@@ -22,7 +22,7 @@ from tools import contact_sheet, make_sound
 from wan.media import audio, video_reader, video_writer
 from wan.media.video_reader import VideoFile
 from wan.settings.command import Output
-from wan.settings.errors import FileChangedError, InputError
+from wan.settings.errors import FileChangedError, InputError, WriteError
 from wan.tasks import animate, speech2video, vace
 
 COLOURS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [200, 120, 90]])
@@ -303,6 +303,27 @@ def test_channels_are_averaged(tmp_path: Path) -> None:
     np.testing.assert_allclose(
         audio.read_audio(path).samples, (left_channel + right_channel) / 2, atol=1e-6
     )
+
+
+def test_pixels_are_truncated_as_officially() -> None:
+    """0.9 of a level above each level is still this level; values beyond white are white."""
+    levels = torch.arange(255)
+    frame = torch.cat([(levels + 0.9) / 127.5 - 1, torch.tensor([-2.0, 2.0])])
+    expected = torch.cat([levels, torch.tensor([0, 255])])
+    pixels = video_writer.to_uint8(frame.expand(3, 1, 1, -1))
+    assert torch.equal(pixels, expected.byte()[None, None, :, None].expand(1, 1, -1, 3))
+
+
+@pytest.mark.parametrize("num_frames", [0, 2, 4])
+def test_a_video_of_another_number_of_frames_is_no_file(num_frames: int, tmp_path: Path) -> None:
+    """Three were announced."""
+    with (
+        pytest.raises(WriteError, match=f"kept {num_frames} of 3 frames"),
+        video_writer.open_mp4_encoder(Output(tmp_path / "v.mp4", fps=16)) as encoder,
+    ):
+        encoder.begin((3, 16, 16))
+        encoder.write_frames(torch.zeros(3, num_frames, 16, 16))
+    assert not list(tmp_path.iterdir())
 
 
 def write_stripes(path: Path, width: int, height: int) -> Path:
