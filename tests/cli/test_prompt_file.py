@@ -99,17 +99,6 @@ def test_a_line_that_the_system_refuses(tiny: Tiny, tmp_path: Path) -> None:
         assert part in line.error and bool(part) == bool(line.error)
 
 
-def test_names_have_few_bytes(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names from prompts of long letters, which file systems limit to 255 bytes, with suffixes."""
-    monkeypatch.chdir(tmp_path)
-    common = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--task", "t2v-1.3B"]
-    for letter, size in (("q", 1), ("é", 2), ("猫", 3), ("𠀀", 4)):
-        runs = [resolve_argv([*common, "--prompt", letter * 90])]
-        runs += [resolve_prompts(write_prompts(tmp_path, letter * 90), *common).lines[0].run]
-        for run, limit in zip(runs, (50, 40), strict=True):
-            assert run.output.save_file.name.count(letter) == limit // size, run.output.save_file
-
-
 SINGLE_VIDEO_FLAGS = [
     ["--prompt", "x"],
     ["--trace", "x"],
