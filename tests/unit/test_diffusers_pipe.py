@@ -405,6 +405,13 @@ def test_the_published_curve_is_that_of_the_inputs(tiny: Any) -> None:
         assert f"curve of ti2v-5B ({name}) holds" in get_refusal(video.latents, pipe)
 
 
+def test_a_video_between_two_images(tiny: Any) -> None:
+    """Its first frame is not kept, unlike that of ti2v-5B."""
+    video = make_video(tiny, "2.1 two images", frames=5, steps=1)
+    plain, pipe = video.pipe(), parallelize_pipe(video.pipe())
+    assert (video.latents(pipe) - video.latents(plain)).abs().max() <= TOLERANCE
+
+
 def reuse_attention(pipe: Any, computed: Sequence[bool]) -> None:
     """Makes diffusers' self-attention, of two branches, return that of the last computed step."""
     network = pipe.transformer
