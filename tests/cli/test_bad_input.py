@@ -375,6 +375,8 @@ RECORDS = {
     },
     "a setting twice": '{"settings": {"sample_steps": 4, "sample_steps": 4}}',
     "two sections": '{"settings": {"sample_steps": 4}, "settings": {}}',
+    "half a letter as a name": '{"settings": {"\\ud800": 1}}',
+    "half a letter": '{"settings": {"prompt": "\\ud800"}}',
 }
 
 

@@ -406,23 +406,27 @@ def test_an_extended_prompt_is_used_and_recorded(
     assert repeated.prompt_extension is None and repeated.params.prompt == PROMPT
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_nan_makes_no_video(several: bool, tiny, tmp_path: Path, capfd) -> None:
+@pytest.mark.parametrize("kind", ["video", "lines", "clips"])
+def test_nan_makes_no_video(kind: str, tiny, tmp_path: Path, image_path: Path, capfd) -> None:
     """Overflowing weights end the run after its first step; the latents are kept."""
-    folder, out = shutil.copytree(tiny("t2v-1.3B"), tmp_path / "weights"), tmp_path / "v.mp4"
-    (file,) = folder.glob("diffusion*.safetensors")
-    weights = load_file(file)
+    task = "i2v-A14B" if kind == "clips" else "t2v-1.3B"
+    folder, out = shutil.copytree(tiny(task), tmp_path / "weights"), tmp_path / "v.mp4"
+    pattern = "high_noise_model/*.safetensors" if kind == "clips" else "diffusion*.safetensors"
+    files = {file: load_file(file) for file in folder.glob(pattern)}
+    ((file, weights),) = ((f, x) for f, x in files.items() if "head.head.bias" in x)
     weights["head.head.bias"][0] = float("inf")
     save_file(weights, file)
     prompt_argv = ["--prompt", "a", "--save_file", out]
-    if several:
+    if kind == "clips":
+        prompt_argv += ["--image", image_path, "--num_clip", "2"]
+    if kind == "lines":
         line = json.dumps({"prompt": "a", "save_file": str(out)})
         (tmp_path / "p.txt").write_text(f"{line}\n")
         prompt_argv = ["--prompt_file", tmp_path / "p.txt", "--save_file", tmp_path]
-    argv = ["--task", "t2v-1.3B", "--ckpt_dir", folder, *QUICK, *prompt_argv]
+    argv = ["--task", task, "--ckpt_dir", folder, *QUICK, *prompt_argv]
     assert generate.main([str(word) for word in argv]) == 1
     output = "".join(capfd.readouterr())
-    assert "NaN or infinite after step 1 of 2 (dit)" in output and not out.exists()
+    assert "NaN or infinite after step 1 of 2 (" in output and not out.exists()
     (latents_file,) = tmp_path.glob("v.*.latents.safetensors")
     assert f"The latents, which contain NaN or infinity, are kept in {latents_file}." in output
     assert generate.main(["--decode_latents", str(latents_file)]) == 2

@@ -77,6 +77,16 @@ def test_names_of_long_prompts_fit_into_a_file_system(tmp_path: Path) -> None:
     )
 
 
+def test_the_name_of_one_video_fits_into_a_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt gives up to 50 bytes of it."""
+    monkeypatch.chdir(tmp_path)
+    for letter, count in (("q", 50), ("д", 25), ("猫", 16), ("𠀀", 12)):
+        name = resolve_argv([*SIZE, "--prompt", letter * 90]).output.save_file.name
+        assert name.count(letter) == count, name
+
+
 def test_ranks_may_draw_other_seeds_and_name_no_other(tmp_path: Path) -> None:
     """Their rank invariants differ only if a seed in a line differs, not if it is drawn."""
     lines: list[str | dict[str, Any]] = ["a", {"prompt": "b", "seed": 5}]

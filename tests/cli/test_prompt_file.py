@@ -64,6 +64,8 @@ BAD_LINES = [
     '{"offload_model": false}',
     '{"lora": ["x"]}',
     '{"colour": "red"}',
+    '{"\\ud800": "red"}',
+    '{"prompt": "\\ud800"}',
     '{"seed": 1, "base_seed": 2}',
     '{"prompt": "x", "seed": 1, "seed": 1}',
     '{"prompt": "x", "video_lora": [{"name": "a", "name": "b"}]}',

@@ -140,6 +140,25 @@ def test_videos_that_share_the_loads_of_experts(tmp_path: Path, one_thread: None
 # Errors.
 
 
+def test_ranks_that_would_make_different_videos_make_none(
+    tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank has read other files, or has refused the video; the next one is made."""
+    answers = [(None, "the digest of other files"), ("The image is missing.", None)]
+
+    def gather(group: GlooGroup, value: Any) -> list[Any]:
+        return [value, answers.pop(0) if answers else value]
+
+    monkeypatch.setattr(GlooGroup, "gather", gather)
+    front = Front()
+    serve_commands(tmp_path, front, *([(name, "x", 1)] for name in "abc"))
+    ends = {item["job"]: item for item in front.messages if item["is"] in ("done", "failed")}
+    assert [ends[name]["is"] for name in "abc"] == ["failed", "failed", "done"]
+    assert ends["a"]["code"] == ends["b"]["code"] == "invalid_request"
+    assert "different files" in ends["a"]["message"] and "missing" in ends["b"]["message"]
+    assert [path.name for path in tmp_path.glob("*.mp4")] == ["c.mp4"]
+
+
 def run_without_memory(front: str) -> int:
     """Runs a rank; the second one runs out of memory in the first step of a video."""
 

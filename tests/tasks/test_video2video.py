@@ -18,9 +18,10 @@ from tests.refusals import check_refusals, get_refusal
 from tests.tasks.conftest import run_generate
 from tests.tasks.tasks import QUICK, write_moving_box, write_picture
 from tools import make_character, make_sound
-from wan.media.video_writer import save_latents
+from wan.media.video_writer import save_latents, save_preview, write_video
 from wan.pipeline.pipeline import Experts
 from wan.serve.rows import ServiceJob
+from wan.settings.command import Output
 
 SMALL = ["--size", "64*64", "--frame_num", "5"]
 TEN = ["--sample_steps", "10", "--sample_shift", "5", "--size", "64*48"]
@@ -201,15 +202,26 @@ def test_no_input_is_replaced(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.Mo
     shape = (16, 2, 8, 8)
     write_latents(tmp_path / "v.latents.safetensors", *shape)
     (tmp_path / "link").symlink_to("v.latents.safetensors")
-    (tmp_path / "v.steps").mkdir()
+    for folder in ("v.steps", "v.clips"):
+        (tmp_path / folder).mkdir()
     write_latents(tmp_path / "v.steps" / "0001.safetensors", *shape)
+    (tmp_path / "link to a step").symlink_to("v.steps/0001.safetensors")
+    for name in ("v.mp4", "v.clips/0001.mp4"):
+        write_video(torch.zeros(3, 5, 64, 64), Output(Path(name), fps=16))
+    write_picture(tmp_path / "v.clips" / "picture.png")
+    save_preview(torch.zeros(3, 64, 64), tmp_path / "v.preview.jpg")
     common = ["--task", "t2v-1.3B", "--ckpt_dir", str(tiny("t2v-1.3B")), "--device", "cpu"]
     one = [*common, "--prompt", "x", "--save_file", "v.mp4"]
+    image_task = ["--task", "i2v-A14B", "--ckpt_dir", str(tiny("i2v-A14B")), *SMALL]
     cases = {
         "its latents": ["--src_video", "v.latents.safetensors", "--save_latents"],
         "a link to them": ["--src_video", "link", "--save_latents"],
         "fixed": ["--fixed_latents", "link", "--save_latents", *SMALL],
         "steps": ["--src_video", "v.steps/0001.safetensors", "--save_latents", "steps"],
+        "a link to a step": ["--src_video", "link to a step", "--save_latents", "steps"],
+        "itself": ["--src_video", "v.mp4"],
+        "a clip": [*image_task, "--image", "v.clips/picture.png", "--num_clip", "2"],
+        "a preview": [*image_task, "--image", "v.preview.jpg", "--preview", "1"],
     }
     refusals = {name: get_refusal(resolve_argv, [*one, *argv]) for name, argv in cases.items()}
     lines = [{"prompt": "a", "src_video": "link", "save_file": "other.mp4"}]
@@ -219,3 +231,5 @@ def test_no_input_is_replaced(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.Mo
     assert not of_lines[0].error
     check_refusals("inputs as outputs", refusals | {"another line": of_lines[1].error})
     resolve_argv([*one, "--src_video", "link"])  # writes no latents
+    for argv in (cases["a clip"][:-2], cases["a preview"][:-2]):  # no clips, no preview
+        resolve_argv([*one, *argv])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import json
 import logging
 import re
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -26,7 +27,7 @@ from diffusers.hooks import FirstBlockCacheConfig
 from torch import Tensor
 
 from tests.diffusers_classes import CASES
-from tests.diffusers_runs import TOLERANCE, Video
+from tests.diffusers_runs import TOLERANCE, Video, make_video
 from tests.dist import REPO
 from tests.refusals import check_refusals, get_refusal
 from wan.diffusers import (
@@ -322,6 +323,8 @@ def test_refusals_of_single_classes(tmp_path: Path, caplog: pytest.LogCaptureFix
     apply_cache_on_pipe(video_case.pipe, "mag", curve=curve, force=True)
     messages["easy"] = get_refusal(apply_cache_on_pipe, video_case.pipe, "easy")
     messages["mag from the middle"] = get_refusal(video_case.make_latents)
+    apply_cache_on_pipe(video_case.pipe, "steps:0,3", force=True)
+    messages["a step after the last from the middle"] = get_refusal(video_case.make_latents)
     case = CASES["modular"]()
     expected = case.make_latents()
     guider = case.pipe.guider
@@ -335,7 +338,9 @@ def test_refusals_of_single_classes(tmp_path: Path, caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO, "wan")
     for _ in range(2):
         assert (case.make_latents() - expected).abs().max() <= TOLERANCE
-    assert caplog.messages == ["Step cache steps: steps skipped: none."] * 2
+    case.pipe.update_components(guider=diffusers.ClassifierFreeGuidance(guidance_scale=1.0))
+    case.make_latents()
+    assert caplog.messages == ["Step cache steps: steps skipped: none."] * 3
     check_refusals("diffusers: classes", messages)
 
 
@@ -377,6 +382,67 @@ def test_a_video_longer_than_the_training(
 ) -> None:
     replace(video, size=(16, 16), frames=85).latents(parallelize_pipe(pipe))
     assert sum(text.startswith("85 frames are more than the 81") for text in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("frames", "is_longer"), [(77, False), (81, True)])
+def test_a_segment_has_no_frame_of_the_reference(
+    frames: int, is_longer: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Animate's latents have one more frame, of the picture of the character."""
+    case = CASES["animate"]()
+    lengths = {"segment_frame_length": frames, "width": 16, "height": 16}
+    case.make_call = partial(lambda call: call() | lengths, case.make_call)
+    parallelize_pipe(case.pipe)
+    case.make_latents(1)
+    notices = [text for text in caplog.messages if text.startswith(f"{frames} frames a clip are")]
+    assert bool(notices) == is_longer
+
+
+def test_the_published_curve_is_that_of_the_inputs(tiny: Any) -> None:
+    """ti2v-5B has a curve for videos that begin with an image, which its pipeline keeps."""
+    for form, name in (("5B", "text"), ("5B image", "image")):
+        video = make_video(tiny, form, size=(64, 64), frames=5)
+        pipe = apply_cache_on_pipe(video.pipe(), "mag", force=True)
+        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=3.5)
+        assert f"curve of ti2v-5B ({name}) holds" in get_refusal(video.latents, pipe)
+
+
+def test_a_video_between_two_images(tiny: Any) -> None:
+    """Its first frame is not kept, unlike that of ti2v-5B."""
+    video = make_video(tiny, "2.1 two images", frames=5, steps=1)
+    plain, pipe = video.pipe(), parallelize_pipe(video.pipe())
+    assert (video.latents(pipe) - video.latents(plain)).abs().max() <= TOLERANCE
+
+
+def reuse_attention(pipe: Any, computed: Sequence[bool]) -> None:
+    """Makes diffusers' self-attention, of two branches, return that of the last computed step."""
+    network = pipe.transformer
+    for block in (*network.blocks, *getattr(network, "vace_blocks", ())):
+        numbers, outputs = itertools.count(), dict[int, Tensor]()
+
+        def forward(
+            *args: Any, plain: Any = block.attn1.forward, numbers=numbers, outputs=outputs
+        ) -> Tensor:
+            step, branch = divmod(next(numbers), 2)
+            if computed[step]:
+                outputs[branch] = plain(*args)
+            return outputs[branch]
+
+        block.attn1.forward = forward
+
+
+@pytest.mark.parametrize("name", ["video", "control, high noise"])
+def test_the_attention_of_each_block_is_reused(name: str) -> None:
+    """Of control blocks, too, and by the steps of a video that begins with another one."""
+    computed = (True, False, False, True)
+    expected_case, case = CASES[name](), CASES[name]()
+    plain = expected_case.make_latents(4)
+    reuse_attention(expected_case.pipe, computed)
+    expected = expected_case.make_latents(4)
+    settings = {"start_step": 0, "end_step": 2, "attentioncache_interval": 3}
+    apply_cache_on_pipe(case.pipe, "attention", **settings, force=True)
+    assert (expected - plain).abs().max() > 10 * TOLERANCE
+    assert (case.make_latents(4) - expected).abs().max() <= TOLERANCE
 
 
 def test_a_pipeline_in_bfloat16_may_cache_guidance(video: Video, pipe: Any) -> None:

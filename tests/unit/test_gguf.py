@@ -287,6 +287,63 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     check_refusals("gguf: files", messages)
 
 
+def make_header(
+    *tensors: tuple[int, tuple[int, ...], int], shape: tuple[int, bytes] | None = None, data: int
+) -> bytes:
+    """Returns a file whose data are zeros.
+
+    Args:
+        tensors: Type, sizes and offset of each tensor; all have the name "x".
+        shape: Type of the numbers, and the numbers of the shape before flattening.
+        data: Number of bytes after the header, which is aligned to 32.
+    """
+
+    def text(value: bytes) -> bytes:
+        return struct.pack("<Q", len(value)) + value
+
+    content = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), shape is not None)
+    if shape is not None:
+        number_type, numbers = shape
+        size = {5: 4, 6: 4, 8: 9}[number_type]  # int32, float32, strings of one letter
+        content += text(b"comfy.gguf.orig_shape.x")
+        content += struct.pack("<IIQ", 9, number_type, len(numbers) // size) + numbers
+    for tensor_type, sizes, offset in tensors:
+        content += text(b"x") + struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+        content += struct.pack("<IQ", tensor_type, offset)
+    return content + bytes(-len(content) % 32 + data)
+
+
+def test_shapes_and_offsets_that_are_refused(tmp_path: Path) -> None:
+    """A shape before flattening has the tensor's number of values; the same file is else intact."""
+    path, messages = tmp_path / "x.gguf", {}
+    f32, q8_0, eight = 0, 8, (0, (8,), 0)
+
+    def ints(*sizes: int) -> tuple[int, bytes]:
+        return 5, struct.pack(f"<{len(sizes)}i", *sizes)
+
+    for shape, expected in ((None, (8,)), (ints(2, 4), (2, 4)), (ints(8), (8,))):
+        path.write_bytes(make_header(eight, shape=shape, data=32))
+        assert read_file_headers(path)["x"].shape == expected
+    contents = {
+        "more values": make_header(eight, shape=ints(4, 4), data=64),
+        "fewer values": make_header(eight, shape=ints(2, 2), data=32),
+        "negative sizes": make_header(eight, shape=ints(-2, -4), data=32),
+        "a size of zero": make_header(eight, shape=ints(8, 0), data=32),
+        "fractions": make_header(eight, shape=(6, struct.pack("<2f", 2, 4)), data=32),
+        "letters": make_header(eight, shape=(8, struct.pack("<Qc", 1, b"8")), data=32),
+        "many axes": make_header(eight, shape=ints(*[1] * 70, 8), data=32),
+        "rows of half a block": make_header((q8_0, (16, 2), 0), data=34),
+        "no values": make_header((f32, (0,), 0), data=32),
+        "one byte too few": make_header(eight, data=31),
+        "an offset within a line": make_header((f32, (4,), 4), data=32),
+        "one name for two": make_header(eight, (f32, (8,), 32), data=64),
+    }
+    for case, content in contents.items():
+        path.write_bytes(content)
+        messages[case] = get_refusal(read_file_headers, path)
+    check_refusals("gguf: shapes and offsets", messages)
+
+
 def test_damaged_headers(file: Path, tmp_path: Path) -> None:
     """Either a refusal, or a header with tensors inside the file; fast and with little memory."""
     content, chance, refused = file.read_bytes(), random.Random(0), 0

@@ -115,11 +115,16 @@ def test_every_kind_of_difference(
         expected[name] = weights[name].double() + 0.5 * tensors[key].double()
     layer = "blocks.0.self_attn.k"
     down, up = make_pair(weights[f"{layer}.weight"].shape, 3, 1)
+    ffn = make_pair(weights["blocks.0.ffn.0.weight"].shape, 3, 2)
     bias = torch.randn(len(up), generator=generator)
     tensors |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
     tensors |= {f"{layer}.lora_B.bias": bias, f"{layer}.alpha": torch.tensor(6.0)}
     expected[f"{layer}.weight"] = weights[f"{layer}.weight"].double() + up.double() @ down.double()
     expected[f"{layer}.bias"] = weights[f"{layer}.bias"].double() + bias.double()
+    tensors |= {f"blocks.0.ffn.0.lora_{x}.weight": w for x, w in zip("AB", ffn, strict=True)}
+    tensors["blocks.0.ffn.0.alpha"] = torch.tensor(6.0)  # its difference of the bias is whole
+    name = "blocks.0.ffn.0.weight"
+    expected[name] = weights[name].double() + ffn[1].double() @ ffn[0].double()
     save_file(tensors, tmp_path / "x.safetensors")
     actual = merge_file(tmp_path / "x.safetensors", dense, 0.5)
     assert actual.keys() == expected.keys()

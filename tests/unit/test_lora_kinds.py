@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +32,7 @@ from wan.checkpoint import lora
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora_deltas import list_factor_shapes
-from wan.checkpoint.merge_lora import merge_loras, open_lora_sources
+from wan.checkpoint.merge_lora import merge_loras, open_lora_sources, read_lora_factors
 from wan.kernels.weight_only_linear import WeightOnlyLinear
 
 TOLERANCE = 1e-6  # of the largest change of the weight
@@ -183,6 +184,32 @@ PEFT: dict[str, dict[str, Any]] = {
 }
 
 
+MERGED_ONLY = ("DoRA", "DoRA of patterns", "biases", "biases of layers", "saved modules")
+
+
+def check_separate(
+    factors: Mapping[str, Mapping[str, Tensor]],
+    expected: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+) -> None:
+    """The factors of each layer make the change of its weight, and of its bias."""
+    num_changes = 0
+    for layer, layer_factors in factors.items():
+        tensors = {name: x.double() for name, x in layer_factors.items()}
+        changes = {"bias": tensors["bias"]} if "bias" in tensors else {}
+        if "lora_up" in tensors:
+            changes["weight"] = tensors["lora_up"] @ tensors["lora_down"]
+        if "lora_left_0" in tensors:
+            changes["weight"] = torch.kron(tensors["lora_left_0"], tensors["lora_right_0"])
+        num_changes += len(changes)
+        for name, change in changes.items():
+            base = weights[f"{layer}.{name}"].double()
+            exact = expected[f"{layer}.{name}"] - base
+            error = (change.view_as(base) - exact).abs().max()
+            assert error <= TOLERANCE * exact.abs().max(), (layer, name)
+    assert num_changes == len(expected)
+
+
 @pytest.mark.parametrize("kind", PEFT)
 @pytest.mark.filterwarnings("ignore")
 def test_peft(kind: str, weights: dict[str, Tensor], dense: Checkpoint, tmp_path: Path) -> None:
@@ -208,12 +235,19 @@ def test_peft(kind: str, weights: dict[str, Tensor], dense: Checkpoint, tmp_path
     assert kind != "saved modules" or not torch.equal(
         expected["head.head.weight"].float(), weights["head.head.weight"].float()
     )
-    sources, _ = open_merged(tmp_path / "adapter_model.safetensors", dense)
+    path = tmp_path / "adapter_model.safetensors"
+    sources, _ = open_merged(path, dense)
     changed = {
         name: x for name, x in expected.items() if not torch.equal(x, weights[name].double())
     }
     assert changed.keys() <= sources.keys()
-    check_merged(sources, {name: expected[name] for name in sources}, weights)
+    expected = {name: expected[name] for name in sources}
+    check_merged(sources, expected, weights)
+    scaled = {name: torch.lerp(weights[name].double(), x, -2) for name, x in expected.items()}
+    sources, adapter = open_merged(path, dense, -2)
+    check_merged(sources, scaled, weights)
+    if kind not in MERGED_ONLY:
+        check_separate(read_lora_factors(adapter, lambda *_: torch.float32), scaled, weights)
 
 
 @pytest.mark.slow

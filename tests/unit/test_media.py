@@ -22,7 +22,7 @@ from tools import contact_sheet, make_sound
 from wan.media import audio, video_reader, video_writer
 from wan.media.video_reader import VideoFile
 from wan.settings.command import Output
-from wan.settings.errors import FileChangedError, InputError
+from wan.settings.errors import FileChangedError, InputError, WriteError
 from wan.tasks import animate, speech2video, vace
 
 COLOURS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [200, 120, 90]])
@@ -145,7 +145,9 @@ def test_a_mask_takes_the_times_of_its_video() -> None:
 def test_times_are_resampled() -> None:
     """Each frame is shown from its time on, the first one from the beginning, the last 0.1 s."""
     late = make_video_file([0.3, 0.4, 0.6], variable=True)
-    for fps, indices in ((10.0, [0, 0, 0, 0, 1, 1, 2]), (5.0, [0, 0, 1, 2]), (2.5, [0, 1, 2])):
+    table = {10.0: [0, 0, 0, 0, 1, 1, 2], 5.0: [0, 0, 1, 2], 2.5: [0, 1, 2]}
+    table[30.0] = [0] * 12 + [1] * 6 + [2] * 3
+    for fps, indices in table.items():
         assert [*late.resample(fps).indices] == indices and late.resample(fps).fps == fps
 
 
@@ -166,6 +168,7 @@ def test_a_video_that_begins_late(tmp_path: Path, caplog) -> None:
     assert len(frames) == video.num_frames == 15 + 36
     expected = np.maximum(np.arange(len(frames)) / video.fps - 0.5, 0)
     assert np.abs(seconds_shown(frames) - expected).max() < 0.1
+    assert np.array_equal(np.stack(list(video.iter_frames(4))), frames[::4])
 
 
 @pytest.mark.parametrize(
@@ -303,6 +306,37 @@ def test_channels_are_averaged(tmp_path: Path) -> None:
     np.testing.assert_allclose(
         audio.read_audio(path).samples, (left_channel + right_channel) / 2, atol=1e-6
     )
+
+
+def test_pixels_are_truncated_as_officially() -> None:
+    """0.9 of a level above each level is still this level; values beyond white are white."""
+    levels = torch.arange(255)
+    frame = torch.cat([(levels + 0.9) / 127.5 - 1, torch.tensor([-2.0, 2.0])])
+    expected = torch.cat([levels, torch.tensor([0, 255])])
+    pixels = video_writer.to_uint8(frame.expand(3, 1, 1, -1))
+    assert torch.equal(pixels, expected.byte()[None, None, :, None].expand(1, 1, -1, 3))
+
+
+@pytest.mark.parametrize("num_frames", [0, 2, 4])
+def test_a_video_of_another_number_of_frames_is_no_file(num_frames: int, tmp_path: Path) -> None:
+    """Three were announced."""
+    with (
+        pytest.raises(WriteError, match=f"kept {num_frames} of 3 frames"),
+        video_writer.open_mp4_encoder(Output(tmp_path / "v.mp4", fps=16)) as encoder,
+    ):
+        encoder.begin((3, 16, 16))
+        encoder.write_frames(torch.zeros(3, num_frames, 16, 16))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_joined_video_without_all_frames_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_stripes(tmp_path / "a.mp4", 64, 64)
+    counts = {"a.mp4": 3, "joined.mp4": 5}
+    monkeypatch.setattr(video_writer, "count_stored_frames", lambda path: counts[path.name])
+    with pytest.raises(OSError, match="has 5 of 6 frames"):
+        video_writer.join_videos(tmp_path, ["a.mp4", "a.mp4"], tmp_path / "joined.mp4", "")
 
 
 def write_stripes(path: Path, width: int, height: int) -> Path:

@@ -63,6 +63,27 @@ def test_tensors_are_those_of_torch(case: str, tmp_path: Path) -> None:
         ), name
 
 
+def test_tensors_outside_their_storage_are_refused(tmp_path: Path) -> None:
+    """Four of eight values from the third or fifth on fit, and from the sixth on do not."""
+    source, path = tmp_path / "x.pt", tmp_path / "edited.pt"
+    torch.save({"x": BASE[:8].clone()[3:7]}, source)
+    for offset in (3, 4, 5):
+        with zipfile.ZipFile(source) as old, zipfile.ZipFile(path, "w") as new:
+            for entry in old.namelist():
+                content = old.read(entry)
+                if entry.endswith("data.pkl"):
+                    assert content.count(b"K\x03K\x04\x85") == 1  # the offset and the shape
+                    content = content.replace(b"K\x03K\x04", bytes([75, offset, 75, 4]))
+                new.writestr(entry, content)
+        if offset < 5:
+            values = open_sources(read_file_headers(path))["x"].read(slice(None))
+            assert torch.equal(values, BASE[offset : offset + 4])
+        else:
+            assert "something other than weights" in get_refusal(read_file_headers, path)
+    torch.save({"x": torch.ones(1).expand(4)}, path)  # one value for many
+    assert "something other than weights" in get_refusal(read_file_headers, path)
+
+
 def test_a_file_that_is_written_again_is_read_again(tmp_path: Path) -> None:
     """Also one with as many bytes: an old file is read once, a new one each time."""
     path = tmp_path / "x.pt"

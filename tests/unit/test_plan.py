@@ -387,6 +387,14 @@ def test_plan_description(hd: Planner) -> None:
     assert check_plan_memory(hd, 64 * 10**9) == "Fits: 30.70 GB of 64.00 GB per rank."
 
 
+def test_control_blocks_exchange_as_well() -> None:
+    """q, k, v and the output, in bfloat16, of 30 layers and 15 control blocks in two branches."""
+    argv = ("--task", "vace-1.3B", "--size", "832*480", "--ulysses_size", "2", "--frame_num", "1")
+    sent = 4 * (30 * 52 // 2) * 1536 * 2 * (30 + 15) * 2
+    text = "\n".join(describe_plan(planner(*argv, "--device", "cuda"), ""))
+    assert f"; {sent / GB:.2f} GB per step and rank" in text
+
+
 @pytest.mark.parametrize(
     ("size", "resident", "copies", "calls"),
     [

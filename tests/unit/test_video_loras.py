@@ -146,24 +146,25 @@ def test_kept_weights(
 
 @pytest.mark.parametrize("kind", ["int8", "bf16"])
 def test_layers_of_other_weights(kind: str) -> None:
-    """The product is added to the output of the layer, rounded once."""
+    """The products of all kinds are added to the output of the layer, which is rounded."""
     generator = torch.Generator().manual_seed(0)
-    weight, down, up, x = (
-        torch.randn(shape, generator=generator) for shape in ((6, 8), (2, 8), (6, 2), (2, 3, 8))
-    )
+    shapes = ((6, 8), (2, 8), (6, 2), (2, 4), (3, 2), (6,), (2, 3, 8))
+    weight, *factors, x = (torch.randn(shape, generator=generator) for shape in shapes)
     layer: Any = nn.Linear(8, 6).bfloat16()
     if kind == "int8":
         values, scale = weight.mul(30).round().clamp(-127, 127).to(torch.int8), torch.ones(6) / 30
         layer = W8A8Linear(values, scale, torch.zeros(6), dtype=torch.bfloat16)
-    down, up, x = down.bfloat16(), up.bfloat16(), x.bfloat16()
+    down, up, left, right, bias = factors = [factor.bfloat16() for factor in factors]
+    names, x = ("lora_down", "lora_up", "lora_left_0", "lora_right_0", "bias"), x.bfloat16()
     with torch.no_grad():
         plain = layer(x)
-        branch = LoraBranch(0.5, {"lora_up": up, "lora_down": down})
+        branch = LoraBranch(0.5, dict(zip(names, factors, strict=True)))
         set_lora_branches(layer, (branch, branch))
         actual = add_lora_branches(layer, x, layer(x))
-    exact = plain.double() + 2 * 0.5 * (x.double() @ down.double().T) @ up.double().T
+    change = up.double() @ down.double() + torch.kron(left.double(), right.double())
+    exact = plain.double() + 2 * 0.5 * (x.double() @ change.T + bias.double())
     assert actual.dtype == torch.bfloat16 and actual.shape == plain.shape
-    assert (actual - exact).abs().max() <= 3 * 2**-8 * exact.abs().max()
+    assert (actual - exact).abs().max() <= 6 * 2**-8 * exact.abs().max()
 
 
 @pytest.fixture
