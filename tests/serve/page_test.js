@@ -420,7 +420,8 @@ const tests = {
     assert.deepEqual(new Set(service.headers), new Set(["Bearer secret"]));
     assert.deepEqual(page.sources.map((path) => path.slice(0, 5)), ["blob:", "blob:"]); // elements send no key
     const texts = await Promise.all(page.sources.map((path) => page.blobs.get(path).text()));
-    assert.deepEqual(texts.sort(), [1, 2].map((index) => `content of v1/videos/video-${index}/content?index=0&variant=thumbnail`));
+    const expected = [1, 2].map((index) => `content of v1/videos/video-${index}/content?index=0&variant=thumbnail`);
+    assert.deepEqual(texts.sort(), expected);
     assert.equal(sessionStorage.getItem("key"), "secret");
     await until(() => cardOf("prompt 1").querySelector("img"));
     button(cardOf("prompt 1"), "Delete").click();
@@ -429,7 +430,8 @@ const tests = {
   },
 
   async "two videos are compared"() {
-    const [first, second] = [make(1, { request: { prompt: "x", flow_shift: 3 } }), make(2, { num_frames: 9, request: { prompt: "x" } })];
+    const first = make(1, { request: { prompt: "x", flow_shift: 3 } });
+    const second = make(2, { num_frames: 9, request: { prompt: "x" } });
     await open([second, first], { key: "secret", stored: { key: "secret" } }); // players have blobs
     await until(() => cards().length === 2);
     const picks = cards().map((card) => card.find((node) => node.type === "checkbox"));
@@ -559,8 +561,11 @@ const tests = {
   },
 
   async "polls and events"() {
-    const active = (index, values = {}) => make(index, { ...copy(running), id: `video-${index}`, prompt: `prompt ${index}.`, created_at: 1000 + index, ...values });
-    const waiting = Array.from({ length: 120 }, (_, index) => active(200 - index, { status: "queued", queue_position: index }));
+    const active = (index, values = {}) => ({
+      ...copy(running), id: `video-${index}`, prompt: `prompt ${index}.`, created_at: 1000 + index, ...values,
+    });
+    const waiting = Array.from({ length: 120 }, (_, index) =>
+      active(200 - index, { status: "queued", queue_position: index }));
     const ended = Array.from({ length: 30 }, (_, index) => make(70 - index));
     await open([...waiting, ...ended, active(3)]);
     await until(() => cardOf("prompt 3."));
@@ -586,8 +591,9 @@ const tests = {
     send("end", { deleted: true });
     await until(() => !cardOf("prompt 3."));
     service.releasePolls();
+    const error = { message: "No memory." };
     service.videos = service.videos.filter((video) => video.id !== "video-200")
-      .map((video) => (video.id === "video-199" ? { ...video, status: "failed", error: { message: "No memory." } } : video));
+      .map((video) => (video.id === "video-199" ? { ...video, status: "failed", error } : video));
     service.videos = service.videos.filter((video) => video.id !== "video-3");
     service.streams[0].stream.close();
     await until(() => !cardOf("prompt 200.") && cardOf("prompt 199.").text.includes("No memory."));
