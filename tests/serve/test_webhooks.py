@@ -444,8 +444,9 @@ async def test_tasks_of_a_group() -> None:
     )
 
     async def wait_for(*names: str) -> None:
-        while sorted(running_ids) != sorted(names):
-            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            while sorted(running_ids) != sorted(names):
+                await asyncio.sleep(0)
 
     for name in ("a1", "a2", "a3", "b1", "b2", "b3", "c1"):
         index.update(name, True)
