@@ -121,6 +121,8 @@ async def test_bodies_that_cannot_be_read(jobs: Jobs) -> None:
         "digits": (b'{"seed": ' + b"9" * 5000 + b"}", {}),
         "NaN": (b'{"seed": NaN}', {}),
         "half a pair": (b'{"prompt": "\\ud800"}', {}),
+        "half a pair in a name": (b'{"prompt": "a", "extra_body": {"\\ud800": 1}}', {}),
+        "half a pair in a list": (b'{"prompt": "a", "lora": [{"name": "\\ud800"}]}', {}),
         "a form without an edge": (b"x", {"content_type": "multipart/form-data"}),
         "twice": (make_form({"seed": ["1", "1"]}), {"content_type": FORM}),
         "twice, urlencoded": (b"prompt=a&prompt=b", {"content_type": URLENCODED}),

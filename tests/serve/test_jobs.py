@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,6 +264,36 @@ async def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:
     content += (jobs.folder / "journal.sqlite-wal").read_bytes()
     assert not [job.id for job in dead if job.settings["prompt"][:9].encode() in content]
     assert all(job.settings["prompt"][:9].encode() in content for job in alive[1:])
+
+
+async def test_nothing_is_left_in_the_log(jobs: Jobs) -> None:
+    """SQLite begins its write-ahead log again, and leaves what follows the last change."""
+    prompts = [f"{text} " * 700 for text in ("a star", "a moon", "zq private zq")]
+    names = await asyncio.gather(*(jobs.create({"prompt": prompt}) for prompt in prompts))
+    assert jobs.find_files_with("zq private zq")
+    assert (await jobs.request(f"/v1/videos/{names[2]}", method="DELETE"))[0] == 200
+    assert jobs.find_files_with("zq private zq") == []
+
+
+async def test_forgotten_jobs(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A day after its deletion a job is forgotten, unless its webhook or files are left."""
+    journal, names = jobs.service.journal, [await jobs.create() for _ in range(4)]
+    real, days = SimpleNamespace(time=time.time, monotonic=time.monotonic), 0.0
+    for clock in ("time", "monotonic"):
+        read = getattr(real, clock)
+        monkeypatch.setattr(time, clock, lambda read=read: read() + 86400 * days)
+    for name in names:
+        if name == names[3]:
+            days = 1.1
+        journal.delete(jobs.service.find_job(name))
+    journal.update_ended(names[1], webhook_url="http://localhost/")
+    days = 2.0
+    journal.forget_deleted(lambda name: name == names[2])
+    assert journal.list_known() == {*names[1:]}
+    journal.update_ended(names[1], webhook_sent="deleted")
+    days = 2.2
+    journal.forget_deleted(lambda _: False)
+    assert journal.list_known() == set()
 
 
 async def test_a_journal_of_an_earlier_version(tmp_path: Path) -> None:

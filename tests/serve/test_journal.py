@@ -26,6 +26,7 @@ from wan.serve import journal, journal_file
 from wan.serve.rows import ServiceJob
 from wan.settings.command import Output
 from wan.settings.errors import InputError
+from wan.utils.files import make_process_name
 
 NAME = "journal.sqlite"
 PRIVATE_TEXT = "zq private zq"
@@ -187,6 +188,24 @@ def test_a_lock_during_the_start(
 async def create_job_and_stop(folder: Path) -> None:
     async with service_with_writer(folder) as jobs:
         await jobs.create()
+
+
+async def test_temporary_journals(folder: Path) -> None:
+    """Those of killed processes are removed, but not those of others, which may be written."""
+    run = subprocess.Popen(["true"])
+    run.wait()
+    ours = make_process_name()
+    ended = f"{ours.rpartition('-')[0]}-{run.pid}"
+    kept = {f".{name}-{NAME}" for name in (ours, "another_host-1")} | {f".{ended}-x.mp4"}
+    folder.mkdir()
+    for name in (*kept, f".{ended}-{NAME}", f".{ended}-{NAME}-wal"):
+        (folder / name).write_text(PRIVATE_TEXT)
+    async with service_with_writer(folder) as jobs:
+        assert {path.name for path in folder.glob(".*-*")} == kept
+        await jobs.create()
+        (folder / NAME).unlink()  # it is written again, under a temporary name first
+        await jobs.create()
+        assert {path.name for path in folder.glob(".*-*")} == kept - {f".{ours}-{NAME}"}
 
 
 # Removed, replaced or damaged while the service runs.

@@ -351,10 +351,18 @@ async def test_a_filtered_list(jobs: Jobs) -> None:
         return [names.index(row["id"]) for row in page["data"]], page["has_more"], page["last_id"]
 
     assert await find("status=queued,in_progress") == ([4, 3, 0], False, names[0])
+    assert await find("status=queued,completed") == ([4, 3, 1, 0], False, names[0])
+    assert await find("status=queued,in_progress&limit=3") == ([4, 3, 0], False, names[0])
+    assert await find("limit=5") == ([4, 3, 2, 1, 0], False, names[0])
+    assert await find("limit=4") == ([4, 3, 2, 1], True, names[1])
+    assert await find("order=asc&limit=2") == ([0, 1], True, names[1])
+    assert await find(f"order=asc&limit=3&after={names[1]}") == ([2, 3, 4], False, names[4])
     assert await find("status=queued&limit=2") == ([4, 3], True, names[3])
     assert await find(f"status=queued&limit=2&after={names[3]}") == ([0], False, names[0])
     assert await find("status=completed,failed&order=asc") == ([1, 2], False, names[4])
     assert (await find("search=STAR+blue"))[0] == [3]
+    assert await find("search=star&limit=2") == ([4, 3], True, names[3])
+    assert await find("search=a+red") == ([0], False, names[0])
     assert (await find(f"search={names[2][-8:]}+7"))[0] == [2]
     assert await find("search=moon") == ([], False, names[0])
     status, _, answer = await jobs.request("/v1/videos?status=done")

@@ -18,8 +18,8 @@ from wan.serve.service import Limits
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
 
 
-async def test_several_videos_on_the_page(tmp_path: Path) -> None:
-    """The answers are those of the service; the requests of the page are compared."""
+async def test_page(tmp_path: Path) -> None:
+    """The answers are those of the service; requests and what is shown are compared."""
     jobs = Jobs(tmp_path / "jobs", Limits(batch_size=1))
     answers = {"openapi": (await jobs.request("/openapi.json"))[2]}
     body = {"prompt": "a star with a tail \u2604", "seed": 70001, "n": 11}
@@ -41,13 +41,13 @@ async def test_several_videos_on_the_page(tmp_path: Path) -> None:
     answers["completed"] = (await jobs.request(path))[2]
     folder = tmp_path / "page"
     folder.mkdir()
-    for file in operations.PAGE_FILES:
+    for file in ("page.html", *operations.PAGE_FILES):
         text = resources.files("wan.serve").joinpath("page", file).read_text("utf-8")
         (folder / file).write_text(text)
     for file in ("page_dom.js", "page_test.js"):
-        shutil.copy(Path(__file__).with_name(file), folder)
-    (folder / "package.json").write_text('{"type": "module"}')
-    (folder / "answers.json").write_text(json.dumps(answers))
+        shutil.copy(Path(__file__).with_name(file), tmp_path)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "answers.json").write_text(json.dumps(answers))
     command = ["node", "page_test.js"]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr[-6000:]

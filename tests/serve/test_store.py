@@ -266,6 +266,41 @@ async def test_a_store_that_fails(
     assert "secret" not in str(answer)
 
 
+async def test_uploads_that_go_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short file is no stored one; nothing is left of an earlier attempt or of a deleted job."""
+    url = "memory://bucket"
+    jobs = make_jobs(tmp_path, url)
+    name, deleted = await jobs.create(), await jobs.create()
+    whole, upload, num_short = MemoryFileSystem.put_file, Store.upload, 0
+
+    def put_file(self: Any, source: str, target: str, **more: Any) -> None:
+        nonlocal num_short
+        if num_short or not source.endswith("video.mp4"):
+            return whole(self, source, target, **more)
+        num_short += 1
+        self.pipe_file(target, Path(source).read_bytes()[:2])
+
+    async def delete_afterwards(self: Store, job_id: str, files: dict[str, Path]) -> None:
+        await upload(self, job_id, files)
+        await jobs.request(f"/v1/videos/{job_id}", method="DELETE")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    fsspec.filesystem("memory").pipe_file(f"/bucket/{name}/thumbnail.jpg", b"of an earlier attempt")
+    async with storing(jobs, url) as attempts:
+        jobs.complete(name)
+        await wait_until_stored(jobs)
+        assert attempts == ["repeated", "uploaded"]
+        assert {*list_stored(url)} == {f"{name}/video.mp4", f"{name}/video.json"}
+        assert list_stored(url)[f"{name}/video.mp4"] == VIDEO
+        with pytest.raises(store_module.StoreError, match="shorter"):  # it had six bytes
+            [part async for part in Store(url).read(name, "video.mp4", 0, len(VIDEO) + 1)]
+        monkeypatch.setattr(Store, "upload", delete_afterwards)
+        jobs.complete(deleted)
+        await wait_until_stored(jobs)
+        assert attempts[2:] == ["removed"]
+    assert {*list_stored(url)} == {f"{name}/video.mp4", f"{name}/video.json"}
+
+
 async def test_refused_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence for each; a password is not repeated."""
     (tmp_path / "file").write_text("x")

@@ -227,6 +227,20 @@ async def test_names_are_resolved_at_each_delivery(
     assert attempts[-1] == "given_up"
 
 
+async def test_a_receiver_that_is_gone(tmp_path: Path, receiver: Receiver) -> None:
+    """410 ends the repetitions of an event; other errors do not, such as 404."""
+    jobs = make_jobs(tmp_path / "jobs")
+    name = await jobs.create({"webhook_url": receiver.url})
+    jobs.complete(name)
+    receiver.statuses = iter((404, 410))
+    async with delivering(jobs) as attempts:
+        await wait_until_delivered(jobs)
+        await jobs.request(f"/v1/videos/{name}", method="DELETE")  # a further event
+        await wait_until_delivered(jobs)
+    assert attempts == ["repeated", "given_up", "delivered"]
+    assert receiver.list_events(only_accepted=True) == [("video.deleted", name)]
+
+
 async def test_a_slow_receiver_delays_no_other(
     tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,7 +368,7 @@ async def test_a_slow_receiver_with_many_names(
         jobs.complete(await jobs.create({"webhook_url": f"http://{name}:{port}/"}))
     jobs.complete(await jobs.create({"webhook_url": receiver.url}))
     async with delivering(jobs, allowed) as attempts:
-        while not receiver.received:
+        while len(opened) < 4 or not attempts:
             await asyncio.sleep(0.02)
         assert (len(opened), attempts) == (4, ["delivered"])
     silent.close()
@@ -411,3 +425,41 @@ async def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
             now += 0.01
     pauses = [round(later - moment) for moment, later in pairwise(moments)]
     assert pauses == [1, 2, 4, 8, 9, 9]
+
+
+async def test_tasks_of_a_group() -> None:
+    """At most two of a group and four in all at a time; each that ends makes room for the next."""
+    running_ids, ends, index = list[str](), dict[str, asyncio.Event](), retries.TaskIndex()
+
+    async def perform(job_id: str) -> bool:
+        running_ids.append(job_id)
+        ends[job_id] = asyncio.Event()
+        await ends[job_id].wait()
+        running_ids.remove(job_id)
+        index.update(job_id, False)
+        return True
+
+    queue = retries.RetryQueue(
+        index, perform, get_group=lambda name: name[0], max_running=4, max_per_group=2, longest=9
+    )
+
+    async def wait_for(*names: str) -> None:
+        async with asyncio.timeout(10):
+            while sorted(running_ids) != sorted(names):
+                await asyncio.sleep(0)
+
+    for name in ("a1", "a2", "a3", "b1", "b2", "b3", "c1"):
+        index.update(name, True)
+    async with running(queue.run()):
+        await wait_for("a1", "a2", "b1", "b2")
+        ends["a1"].set()
+        await wait_for("a2", "a3", "b1", "b2")
+        ends["a2"].set()
+        await wait_for("a3", "b1", "b2", "c1")
+        ends["b1"].set()
+        await wait_for("a3", "b2", "b3", "c1")
+        for name in ("a3", "b2", "b3", "c1"):
+            ends[name].set()
+        await wait_for()
+        index.update("a1", True)
+        await wait_for("a1")

@@ -293,12 +293,18 @@ function formatSeconds(seconds) {
   return seconds < 5400 ? Math.round(seconds / 60) + " min" : (seconds / 3600).toFixed(1) + " h";
 }
 
+/** Shows a picture of a video in place of the one before. */
+function showMedia(card, shown) {
+  for (const media of card.shot.querySelectorAll("img, video")) freeSource(media);
+  card.shot.replaceChildren(shown);
+}
+
 async function showPreview(card) {
   const step = String(card.video.preview_step);
   if (card.shot.dataset.step === step) return;
   card.shot.dataset.step = step;
   const image = element("img", "", null, { alt: `Preview after step ${step}` });
-  image.onload = () => { if (isOpen(card.video)) card.shot.replaceChildren(image); };
+  image.onload = () => { if (isOpen(card.video)) showMedia(card, image); };
   const path = `v1/videos/${card.video.id}/content?variant=preview&step=${step}`;
   await setSource(image, path).catch(() => {});
 }
@@ -315,9 +321,9 @@ async function loadThumbnail(card) {
     const wait = 1000 * 2 ** Math.min(card.tries++, 6);
     card.timer = setTimeout(() => loadThumbnail(card), wait);
   };
-  image.onload = () => { seen.unobserve(card.shot); card.shot.replaceChildren(button); };
+  image.onload = () => { seen.unobserve(card.shot); showMedia(card, button); };
   image.onerror = again;
-  button.onclick = () => play(card, button);
+  button.onclick = () => play(card);
   try {
     const retry = card.tries ? "&retry=" + card.tries : "";
     await setSource(image, `${contentPath(card)}&variant=thumbnail${retry}`);
@@ -327,14 +333,14 @@ async function loadThumbnail(card) {
   }
 }
 
-async function play(card, button) {
+async function play(card) {
   const player = element("video", "", null, { controls: true, loop: true, autoplay: true });
   player.playsInline = true;
   player.setAttribute("aria-label", name(card.video));
   player.onerror = () => { card.wrong.textContent = "The video cannot be played."; };
   try {
     await setSource(player, contentPath(card));
-    button.replaceWith(player);
+    showMedia(card, player);
     player.focus();
   } catch (error) {
     card.wrong.textContent = error.message;
