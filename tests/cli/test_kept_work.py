@@ -210,6 +210,8 @@ class UnmadeVideo:
 
     def make(self, latents: Any) -> None: ...
 
+    def log_notices(self) -> None: ...
+
 
 @pytest.fixture
 def again(

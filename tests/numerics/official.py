@@ -59,7 +59,7 @@ class PipelineParts:
     def encode_prompt(self, *_: object) -> tuple[Tensor, Tensor]:
         return self.contexts
 
-    def denoise(self, video: Any) -> Tensor:
+    def denoise(self, video: Any, **_: Any) -> Tensor:
         return video.advance(self.experts)
 
     def release(self, _: object) -> None: ...

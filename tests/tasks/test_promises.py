@@ -232,11 +232,11 @@ def test_a_failed_video_of_clips_goes_on(
     task_run, out, denoise = asked(task), tmp_path / "v.mp4", Pipeline.denoise
     calls = list[object]()
 
-    def fail_in_the_second_clip(*args: Any) -> torch.Tensor:
+    def fail_in_the_second_clip(*args: Any, **options: Any) -> torch.Tensor:
         calls.append(args)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
-        return denoise(*args)
+        return denoise(*args, **options)
 
     monkeypatch.setattr(Pipeline, "denoise", fail_in_the_second_clip)
     assert run_generate(*task_run.argv, "--save_file", out) == 1

@@ -59,7 +59,6 @@ UNUSABLE: dict[str, Callable[[Path], Path]] = {
     "a file": lambda tmp: Path(__file__),
     "below a file": lambda tmp: Path(__file__) / "a",
     "a long name": lambda tmp: tmp / ("a" * 260),
-    "a null character": lambda tmp: tmp / "a\0b",
 }
 
 

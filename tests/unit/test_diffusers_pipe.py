@@ -388,7 +388,7 @@ def test_a_pipeline_in_bfloat16_may_cache_guidance(video: Video, pipe: Any) -> N
 def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"\ndiffusers{VERSIONS} " in (REPO / "requirements.txt").read_text()
     messages = {}
-    for version in ("0.36.1", "0.43.0"):
+    for version in ("0.39.1", "0.43.0"):
         info = tmp_path / version / f"diffusers-{version}.dist-info"
         info.mkdir(parents=True)
         info.joinpath("METADATA").write_text(f"Name: diffusers\nVersion: {version}\n")

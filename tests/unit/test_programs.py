@@ -291,6 +291,12 @@ def test_results_of_another_program(tmp_path: Path) -> None:
             read_results(path)
 
 
+def hide_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets imports of a package and of its modules fail, also of those that are imported."""
+    for module in {name, *(x for x in sys.modules if x.startswith(f"{name}."))}:
+        monkeypatch.setitem(sys.modules, module, None)
+
+
 @pytest.mark.parametrize(
     ("program", "package"),
     [
@@ -312,7 +318,7 @@ def test_a_missing_package_is_named(
     for name in (*importers, "tests.serve.serving"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in ("aiohttp", package):
-        monkeypatch.setitem(sys.modules, name, None)
+        hide_package(name, monkeypatch)
     monkeypatch.setattr(sys, "argv", [program])
     with pytest.raises(SystemExit) as exit_info:
         runpy.run_path(str(REPO / program), run_name="__main__")
@@ -323,7 +329,7 @@ def test_a_missing_package_is_named(
 
 def test_a_missing_package_of_a_program_that_runs(monkeypatch, capsys) -> None:
     """Other missing modules are defects, with a traceback."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    hide_package("matplotlib", monkeypatch)
     monkeypatch.setitem(sys.modules, "json.nothing", None)
     assert run_program(lambda: importlib.import_module("matplotlib.figure") and 0, "plot") == 2
     assert capsys.readouterr().err.startswith("plot: The package matplotlib is not installed")

@@ -272,7 +272,8 @@ def _add_control_blocks(experts: dict[str, DitFiles], expert: str, path: Path) -
     """Adds the control blocks of a file to an expert."""
     if expert not in experts:
         why, remedy = f"is for the {expert} expert, which is missing", "give a folder that has it"
-        raise InputError(f"`dit_{expert}`", path, why, remedy)
+        setting = f"dit_{expert}"
+        raise InputError(f"`{setting}`", path, why, remedy)
     files = experts[expert]
     config, tensors = add_vace_module(path, files.folder, files.config, files.tensors)
     return replace(files, config=config, tensors=tensors)

@@ -15,7 +15,7 @@ from importlib.metadata import version
 
 from wan.settings.errors import InputError, name_settings
 
-VERSIONS = ">=0.37,<0.43"  # of diffusers, as in requirements.txt
+VERSIONS = ">=0.40,<0.43"  # of diffusers, as in requirements.txt
 _installed, _oldest, _first_unsupported = (
     tuple(map(int, re.findall(r"\d+", text)[:2]))
     for text in (version("diffusers"), *VERSIONS.split(","))

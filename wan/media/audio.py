@@ -130,7 +130,8 @@ def add_audio(
         video: An mp4 without audio; its frames are not encoded again.
         audio: The file whose first audio stream is encoded as AAC, 192 kbit/s.
         skip_seconds: Left out at the beginning of the audio.
-        min_seconds: Silence follows an audio that is shorter. The video's seconds keep all frames.
+        min_seconds: Silence follows an audio that is shorter, so that all frames of a video of
+            this length stay.
 
     Raises:
         OSError: ffmpeg failed.
@@ -138,8 +139,9 @@ def add_audio(
     filters = _PAD_FROM_TIME_0 + (
         f",atrim=start={skip_seconds:.6f},asetpts=PTS-STARTPTS" if skip_seconds else ""
     )
-    # Not without an end: with `-shortest`, ffmpeg 7.0 would write silence for ever.
-    filters += f",apad=whole_dur={min_seconds:.6f}" if min_seconds else ""
+    # A second more than the video, at whose end `-shortest` cuts; without an end of the silence,
+    # ffmpeg 7.0 would write it for ever.
+    filters += f",apad=whole_dur={min_seconds + 1:.6f}" if min_seconds else ""
     args = [*build_input_args(video), *build_input_args(audio), "-map", "0:v:0", "-map", "1:a:0"]
     args += ["-c:v", "copy", "-af", filters, "-c:a", "aac", "-b:a", "192k", "-shortest"]
     result = run_ffmpeg([*args, *build_output_args(out), *build_clock_args(audio, "1:v?")])
