@@ -7,6 +7,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from wan.checkpoint import gguf
-from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, read_pickle_header
+from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, get_file_version, read_pickle_header
 from wan.checkpoint.tensor_info import (
     FLOATS,
     FP8,
@@ -149,6 +150,16 @@ def is_further_shard(path: Path) -> bool:
 
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
     """Returns the tensors of a safetensors file by name; InputError if it is incomplete."""
+    version = get_file_version(path)
+    return _read_safetensors(path) if version is None else dict(_read_version(path, version))
+
+
+@lru_cache(maxsize=16)  # one video reads the header of each file several times
+def _read_version(path: Path, _: tuple[int, ...]) -> dict[str, TensorInfo]:
+    return _read_safetensors(path)
+
+
+def _read_safetensors(path: Path) -> dict[str, TensorInfo]:
     tensors = {}
     with _open_safetensors(path) as handle:
         state = read_file_state(path)

@@ -164,6 +164,7 @@ _VAE_NESTED: Renames = (
 )
 
 
+@lru_cache(maxsize=8192)  # those of the largest network, several times in a run
 def rename_dit_to_official(name: str) -> str:
     """Returns the official name of a DiT tensor, from diffusers' name or a name with a prefix."""
     for prefix in ("net.", "model.", "diffusion_model."):  # net.: from training code

@@ -125,12 +125,17 @@ def read_pickled_tensors(path: Path) -> dict[str, PickledTensor]:
         ForeignPickleError: The file holds something else.
         InputError: The file is damaged.
     """
+    version = get_file_version(path)
+    return _read_file(path) if version is None else dict(_read_version(path, version))
+
+
+def get_file_version(path: Path) -> tuple[int, ...] | None:
+    """Returns numbers that every change of a file changes; None: it was changed just now."""
     with open_regular_file(path) as file:
         status = os.fstat(file.fileno())
     if time.time() - status.st_mtime < _SECONDS_UNTIL_KEPT:
-        return _read_file(path)
-    version = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    return dict(_read_version(path, version))
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @lru_cache(maxsize=16)  # one video reads the header of its VAE eight times
