@@ -381,8 +381,22 @@ def compute_fingerprint(paths: Iterable[Path]) -> str:
     Raises:
         FileChangedError: A file cannot be read any more.
     """
+    files = tuple(paths)
+    try:
+        versions = tuple(map(get_file_version, files))
+    except InputError:  # a file cannot be read
+        versions = (None,)
+    return _hash_files(files) if None in versions else _hash_versions(files, versions)
+
+
+@lru_cache(maxsize=16)  # each video of a process has the fingerprints of its networks
+def _hash_versions(files: tuple[Path, ...], _: tuple[tuple[int, ...] | None, ...]) -> str:
+    return _hash_files(files)
+
+
+def _hash_files(files: tuple[Path, ...]) -> str:
     digest = hashlib.sha256()
-    for path in paths:
+    for path in files:
         try:
             with path.open("rb") as file:
                 size, _ = read_file_state(file.fileno())
