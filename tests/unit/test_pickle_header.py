@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint.headers import read_file_headers
+from wan.checkpoint.headers import compute_fingerprint, read_file_headers
 from wan.checkpoint.load import DTYPES, open_sources
 from wan.settings.errors import InputError
 
@@ -63,17 +64,22 @@ def test_tensors_are_those_of_torch(case: str, tmp_path: Path) -> None:
         ), name
 
 
-def test_a_file_that_is_written_again_is_read_again(tmp_path: Path) -> None:
-    """Also one with as many bytes: an old file is read once, a new one each time."""
-    path = tmp_path / "x.pt"
-    for name, age in (("a", 100), ("b", 50), ("c", 0), ("d", 0)):
-        torch.save({name: BASE}, path)
-        if age:
-            os.utime(path, (time.time() - age,) * 2)
+@pytest.mark.parametrize(("suffix", "save"), [("pt", torch.save), ("safetensors", save_file)])
+def test_a_file_that_is_written_again_is_read_again(
+    suffix: str, save: Callable[..., None], tmp_path: Path
+) -> None:
+    """Also one with as many bytes and the same time: an old file is read once, a new one always."""
+    path, fingerprints, old = tmp_path / f"x.{suffix}", list[str](), time.time() - 100
+    for name, seconds in (("a", old), ("b", old), ("c", old + 50), ("d", 0), ("e", 0)):
+        save({name: BASE}, path)
+        if seconds:
+            os.utime(path, (seconds, seconds))
         for _ in range(2):
             headers = read_file_headers(path)
             assert [*headers] == [name]
             headers.clear()  # a caller's own
+            fingerprints.append(compute_fingerprint([path]))
+    assert fingerprints[::2] == fingerprints[1::2] and len({*fingerprints}) == 5
 
 
 def damage(data: bytes, rng: random.Random) -> bytes:
