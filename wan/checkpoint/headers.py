@@ -151,11 +151,15 @@ def is_further_shard(path: Path) -> bool:
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
     """Returns the tensors of a safetensors file by name; InputError if it is incomplete."""
     version = get_file_version(path)
-    return _read_safetensors(path) if version is None else dict(_read_version(path, version))
+    return (
+        _read_safetensors(path)
+        if version is None
+        else dict(_read_safetensors_version(path, version))
+    )
 
 
 @lru_cache(maxsize=16)  # one video reads the header of each file several times
-def _read_version(path: Path, _: tuple[int, ...]) -> dict[str, TensorInfo]:
+def _read_safetensors_version(path: Path, _: tuple[int, ...]) -> dict[str, TensorInfo]:
     return _read_safetensors(path)
 
 
