@@ -5,6 +5,7 @@ Torch is imported where it is used: the process that hands tests to the workers 
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import gc
 import logging
@@ -65,6 +66,82 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=get_group_index)
 
 
+SECONDS, SECONDS_IF_SLOW = 240, 1800
+"""The longest time of a test on a busy machine, where a quick one may take a minute."""
+STDERR = pytest.StashKey[int]()
+"""The standard error of pytest itself, which is captured during tests."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(2)
+
+
+def get_time_limit(item: pytest.Item) -> int:
+    return SECONDS_IF_SLOW if item.get_closest_marker("slow") else SECONDS
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Ends the process of a test that no exception ends, such as an endless loop in C++.
+
+    The stack of each thread is printed before; pytest-xdist starts another worker.
+    """
+    file = item.config.stash[STDERR]
+    faulthandler.dump_traceback_later(1.25 * get_time_limit(item), exit=True, file=file)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def limit_time(item: pytest.Item) -> Iterator[None]:
+    """Fails the test that takes too long; the other tests of its process go on."""
+    limit = get_time_limit(item)
+
+    def fail(*_: object) -> None:
+        pytest.fail(f"{item.nodeid} has taken more than {limit} s")
+
+    handler = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    with limit_time(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with limit_time(item):
+        return (yield)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Without the test whose process has ended, which pytest-xdist 3.8.0 starts again and again."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Scheduling(LoadGroupScheduling):
+        def remove_node(self, node: Any) -> str | None:
+            units = self.assigned_work[node].values()
+            pending = ((unit, name) for unit in units for name in unit if not unit[name])
+            unit, ended = next(pending, ({}, None))
+            unit[ended] = True
+            super().remove_node(node)
+            return ended
+
+    return Scheduling(config, log)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: tests wait for processes and for limits of time."""
@@ -76,6 +153,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         import tests.preload  # noqa: F401
 
         _ignore_living_objects()
+    gc.set_threshold(10_000, 20)  # few cycles are garbage, and memory is measured after `collect`
     gc.enable()
 
 
@@ -104,6 +182,13 @@ def _ignore_living_objects() -> None:
 def slow(*case: object) -> Any:
     """A case of a parametrised test that only `make test-all` runs."""
     return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_folder(shared_folder: Path) -> None:
+    from tests.refusals import hide_temporary_folders
+
+    hide_temporary_folders(shared_folder)
 
 
 @pytest.fixture(autouse=True)

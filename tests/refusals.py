@@ -18,15 +18,19 @@ from wan.settings.errors import InputError
 
 FILE = Path(__file__).with_suffix(".txt")
 _REPO = str(Path(__file__).parents[1])
-# Parts that differ between machines.
-_LOCAL = {
-    r"/\S*/pytest-of-[^/\s]+/pytest-\d+/(popen-gw\d+/)?[\w-]+": "TMP",
+# Parts that differ between machines; `tests.conftest` adds the folder of temporary files.
+LOCAL = {
     re.escape(_REPO): "REPO",
     r"[\d.]+ [GM]B free": "N GB free",
     r"\(Error opening [^)]*\)": "(what ffmpeg says)",
     r"[\x00-\x08\x7f]": "?",  # control characters, which editors do not show
 }
 _SENTENCE = re.compile(r".*[^\s.][.?]")
+
+
+def hide_temporary_folders(base: Path) -> None:
+    """Writes the folders that pytest makes in `base`, or for each worker in it, as "TMP"."""
+    LOCAL[re.escape(str(base)) + r"/(popen-gw\d+/)?[\w-]+"] = "TMP"
 
 
 def check_refusals(table: str, sentences: Mapping[str, str], hide: Sequence[str] = ()) -> None:
@@ -37,7 +41,7 @@ def check_refusals(table: str, sentences: Mapping[str, str], hide: Sequence[str]
         sentences: The whole error output by case. An empty text: the case was not refused.
         hide: Patterns of parts that differ between runs; they are written as "...".
     """
-    patterns = _LOCAL | dict.fromkeys(hide, "...")
+    patterns = LOCAL | dict.fromkeys(hide, "...")
     texts = {}
     for case, text in sentences.items():
         for pattern, word in patterns.items():

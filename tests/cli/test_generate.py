@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import imageio
@@ -302,26 +302,41 @@ def test_compiled_blocks_give_the_same_latents(tiny, tmp_path: Path) -> None:
     torch.testing.assert_close(eager, compiled, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("folder", "flags"), [("shared", ["--compile"]), ("file/new", [])])
-def test_a_compiler_cache_that_cannot_be_used(
-    folder: str, flags: list[str], tiny, tmp_path: Path
-) -> None:
-    """--compile computes eagerly then, and one sentence says so; without it nothing is said."""
-    (tmp_path / "file").touch()
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared").chmod(0o777)
-    cache = tmp_path / folder
-    argv = ["--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, *flags]
+def run_with_compiler_cache(
+    cache: Path, folder: Path, out: Path, *flags: str, options: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    argv = ["--task", "t2v-1.3B", "--ckpt_dir", folder, *SMALL, *flags, "--save_file", out]
     result = subprocess.run(
-        [sys.executable, REPO / "generate.py", *argv, "--save_file", tmp_path / "v.mp4"],
+        [sys.executable, *options, REPO / "generate.py", *argv],
         env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    lines = [line for line in result.stdout.splitlines() if str(cache) in line]
-    assert len(lines) == len(flags) and all("TORCHINDUCTOR_CACHE_DIR" in line for line in lines)
-    assert not [*(tmp_path / "shared").iterdir()]
+    return result
+
+
+def test_a_compiler_cache_that_cannot_be_used(tiny, tmp_path: Path) -> None:
+    """--compile computes eagerly then, and one sentence says so."""
+    cache = tmp_path / "shared"
+    cache.mkdir()
+    cache.chmod(0o777)
+    result = run_with_compiler_cache(cache, tiny("t2v-1.3B"), tmp_path / "v.mp4", "--compile")
+    (line,) = (line for line in result.stdout.splitlines() if str(cache) in line)
+    assert "TORCHINDUCTOR_CACHE_DIR" in line
+    assert not [*cache.iterdir()]
+
+
+def test_what_a_plain_run_imports(tiny, tmp_path: Path) -> None:
+    """No compiler, whose cache cannot be used here, and none of the libraries of other tasks."""
+    (tmp_path / "file").touch()
+    cache, options = tmp_path / "file" / "new", ("-X", "importtime")
+    result = run_with_compiler_cache(cache, tiny("t2v-1.3B"), tmp_path / "v.mp4", options=options)
+    assert str(cache) not in result.stdout
+    names = re.findall(r"^import time:[\d |]+ ([\w.]+)$", result.stderr, re.MULTILINE)
+    assert "wan.pipeline.build" in names and len({*names}) < 1500
+    unused = ("torch._dynamo.", "torch.distributed.fsdp.", "sympy.", "transformers.", "diffusers.")
+    assert not [name for name in names if f"{name}.".startswith(unused)]
 
 
 def test_help_begins_with_the_flags_of_every_day(capfd) -> None:

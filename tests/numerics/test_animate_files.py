@@ -157,17 +157,24 @@ def folder(animate: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def pairs(animate: Path) -> dict[str, Tensor]:
+    """The factors of the official relighting LoRA, by name."""
+    lora_spec = read_json(animate)["lora"]
+    return {
+        name: make_procedural_tensor(lora_spec["seed"], name, shape, scale)
+        for name, (shape, scale) in lora_spec["tensors"].items()
+    }
+
+
 @pytest.mark.parametrize(
     "prefix", ["", slow("base_model.model."), slow("diffusion_model."), "in a folder"]
 )
 @torch.no_grad()
-def test_relighting_lora(prefix: str, folder: Path, animate: Path) -> None:
+def test_relighting_lora(
+    prefix: str, folder: Path, animate: Path, pairs: dict[str, Tensor]
+) -> None:
     """All key prefixes load; the official loader silently ignores `diffusion_model.`."""
-    lora_spec = read_json(animate)["lora"]
-    pairs = {
-        name: make_procedural_tensor(lora_spec["seed"], name, shape, scale)
-        for name, (shape, scale) in lora_spec["tensors"].items()
-    }
     file, peft = folder / "relighting_lora.ckpt", folder / "relighting_lora"
     file.unlink(missing_ok=True)
     if prefix == "in a folder":

@@ -88,6 +88,7 @@ class Jobs:
         disconnected: asyncio.Event | None = None,
         client: str | None = None,
         scope: Mapping[str, Any] = {},
+        messages: list[Message] | None = None,
         **headers: str,
     ) -> tuple[int, dict[str, str], Any]:
         """Returns status, headers and content.
@@ -97,6 +98,7 @@ class Jobs:
             disconnected: Set when the client disconnects.
             client: Address of the client.
             scope: Entries of the ASGI scope that replace those made from the other arguments.
+            messages: An empty list, to which those of the answer are appended.
         """
         parts = body if isinstance(body, tuple) else (body,)
         contents = [x if isinstance(x, bytes) else json.dumps(x).encode() for x in parts]
@@ -118,7 +120,7 @@ class Jobs:
             "http_version": "1.1",
             **scope,
         }
-        messages: list[Message] = []
+        messages = [] if messages is None else messages
         left = range(len(parts) - 1, -1, -1)
         requests = iter(
             {"type": "http.request", "body": b"" if body is None else x, "more_body": n > 0}
@@ -201,6 +203,12 @@ class Jobs:
         """Returns the files of the service that hold a text."""
         paths = [path for path in self.folder.rglob("*") if path.is_file()]
         return [path.name for path in paths if text.encode() in path.read_bytes()]
+
+
+async def wait_for_text(messages: list[Message], text: bytes, count: int = 1) -> None:
+    """Waits until an answer that is not complete contains a text so many times."""
+    while b"".join(message.get("body", b"") for message in messages).count(text) < count:
+        await asyncio.sleep(0.005)
 
 
 async def begin_request(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.jobs import Jobs
+from tests.serve.jobs import Jobs, wait_for_text
 from wan.serve import events
 from wan.serve.responses import make_video_object
 
@@ -34,7 +34,10 @@ class Listener:
         self.disconnected = asyncio.Event()
         headers = {} if after is None else {"Last_Event_ID": str(after)}
         path = f"/v1/videos/{name}/events"
-        request = jobs.request(path, disconnected=self.disconnected, **headers)
+        self.messages: list[Any] = []
+        request = jobs.request(
+            path, disconnected=self.disconnected, messages=self.messages, **headers
+        )
         self.task = asyncio.create_task(request)
 
     async def finish(self, disconnect: bool = False) -> list[Event]:
@@ -89,7 +92,7 @@ async def test_events_of_a_job(jobs: Jobs) -> None:
 async def test_a_deleted_job_and_an_unknown_one(jobs: Jobs) -> None:
     name = await jobs.create()
     listener = Listener(jobs, name)
-    await asyncio.sleep(0.02)
+    await wait_for_text(listener.messages, b"event: ")
     await jobs.request(f"/v1/videos/{name}", method="DELETE")
     last = (await listener.finish())[-1]
     assert last[1:] == ("end", {"id": name, "object": "video.deleted", "deleted": True})
@@ -158,12 +161,13 @@ async def test_listeners_are_limited_and_leave(
     jobs = Jobs(tmp_path / "jobs", max_listeners=2)
     name = await jobs.create()
     first, second = Listener(jobs, name), Listener(jobs, name)
-    await asyncio.sleep(0.2)
+    for listener in (first, second):
+        await wait_for_text(listener.messages, b"\n\n:", 2)
     path = f"/v1/videos/{name}/events"
     status, headers, _ = await jobs.request(path)
     assert status == 503 and "retry-after" in headers
     first.disconnected.set()
-    assert (await first.task)[2].count(b"\n\n:") >= 2
+    await first.task
     third = Listener(jobs, name)
     await third.finish(disconnect=True)
     await second.finish(disconnect=True)

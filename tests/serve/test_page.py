@@ -8,10 +8,11 @@ import shutil
 import subprocess
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.serve.jobs import Jobs
+from tests.serve.jobs import Jobs, wait_for_text
 from wan.serve import operations
 from wan.serve.service import Limits
 
@@ -28,13 +29,15 @@ async def test_page(tmp_path: Path) -> None:
     name = answers["queued"]["id"]
     path = f"/v1/videos/{name}"
     stopped = asyncio.Event()
-    stream = asyncio.create_task(jobs.request(f"{path}/events", disconnected=stopped))
-    await asyncio.sleep(0.05)
+    messages: list[Any] = []
+    request = jobs.request(f"{path}/events", disconnected=stopped, messages=messages)
+    stream = asyncio.create_task(request)
+    await wait_for_text(messages, b"event: ")
     ranks = jobs.start_idle_ranks()
     answers["running"] = (await jobs.request(path))[2]
     jobs.complete(name)
     jobs.handle_rank_message("step", job=ranks.job_groups[-1][0]["job"], done=1, total=2)
-    await asyncio.sleep(0.05)
+    await wait_for_text(messages, b"event: step")
     stopped.set()
     answers["events"] = (await stream)[2].decode()
     jobs.complete(f"{name}.1")
