@@ -216,7 +216,7 @@ async def begin_request(
 ) -> tuple[str, asyncio.Event, Any]:
     """Requests a video; returns its id, the event that disconnects the client, and the task."""
     disconnected, body = asyncio.Event(), {"prompt": PROMPT, **fields}
-    request = jobs.request(path, body, None, disconnected, None, {}, **headers)
+    request = jobs.request(path, body, None, disconnected, None, {}, None, **headers)
     task = asyncio.create_task(request)
     while not (waiting := jobs.service.journal.list_in_state("queued")):
         await asyncio.sleep(0.01)
