@@ -177,7 +177,8 @@ def test_progress_is_shown_before_a_prompt_is_encoded(
     """On stderr, or in the log of the command line; `progress=False` hides it."""
     for name in ("propagate", "level"):  # which the command line changes
         monkeypatch.setattr(logger, name, getattr(logger, name))
-    monkeypatch.setattr(logger, "handlers", [])  # those of earlier tests write to closed files
+    # Those of earlier tests write to closed files.
+    monkeypatch.setattr(logger, "handlers", [logging.NullHandler()])
     model = wan.WanI2V("i2v-A14B", tiny("i2v-A14B")) if front_end == "clips" else t2v
     shown: dict[str, str] = {}
     for network in (TextEncoder, WanModel):

@@ -104,6 +104,8 @@ def print_error_once(text: str, command: str) -> None:
     except InputError:  # invalid variables
         is_first = True
     if not is_first:
+        if isinstance(sys.exc_info()[1], Terminated):  # by torchrun: the first rank has failed
+            return
         time.sleep(_SECONDS_OF_TORCHRUN)
     print_error(text, command)
 
