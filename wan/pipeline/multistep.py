@@ -31,8 +31,8 @@ class UniPC(SigmaSolver):
     def advance(self, x: Tensor, clean: Tensor, sigma: float, next_sigma: float) -> Tensor:
         if self._clean is not None:
             x = self._correct(clean)
-        # A first step has no earlier prediction; the last step is of first order.
-        is_second_order = self._clean is not None and self._index < len(self._sigmas) - 2
+        # The first step has no earlier prediction; the last one, to sigma 0, is not computed here.
+        is_second_order = self._clean is not None
         self._order = 1 + is_second_order
         self._previous_clean, self._clean, self._x = self._clean, clean, x
         base, weight, _ = self._predict_first_order(self._index + 1)
@@ -89,7 +89,7 @@ class DpmSolver(SigmaSolver):
         h = compute_lambda(end) - compute_lambda(start)
         x_weight, weight = self.compute_weights(start, end, h)
         result = x_weight * x + weight * clean
-        if previous is not None and index < len(self._sigmas) - 2:
+        if previous is not None:
             previous_h = compute_lambda(start) - compute_lambda(self._coefficients[index - 1])
             slope = (1.0 / (previous_h / h)) * (clean - previous)
             result = result + 0.5 * weight * slope
