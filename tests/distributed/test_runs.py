@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tests.conftest import Tiny, slow
 from tests.dist import Ranks, make_rank_envs
+from tests.lora_files import save_lycoris
+from tools.gguf_files import make_gguf_folders
 from tools.quantize_dit import quantize_checkpoint
 from wan.cli import main as generate
 
@@ -87,7 +89,42 @@ RUNS = {
     "first task": Run("--sample_steps 3", 4, "--comm_type 1", "t2v-1.3B"),
     "clip": Run("--sample_steps 3", 4, "--cfg_size 2 --comm_type 2 --dit_fsdp", "i2v-14B"),
     "two images": Run("--sample_steps 3", 3, "--ring_size 3 --dit_fsdp", "flf2v-14B"),
+    "LoRA": Run("--sample_steps 2 LORAS", 2, "--comm_type 1 --dit_fsdp", "t2v-1.3B"),
+    "LoRA, blocks": Run(
+        "--sample_steps 2 LORAS", 4, "--cfg_size 2 --ring_size 2 --offload_model block", "t2v-1.3B"
+    ),
+    "GGUF": Run(
+        "--sample_steps 2 GGUF --gguf_weights upcast LORAS",
+        2,
+        "--dit_fsdp --comm_type 2",
+        "t2v-1.3B",
+    ),
+    "GGUF, kept": Run(
+        "--sample_steps 2 GGUF --gguf_weights keep",
+        4,
+        "--cfg_size 2 --ring_size 2 --offload_model block",
+        "t2v-1.3B",
+    ),
 }
+LORA_LAYERS = {  # kind -> layer; DoRA's norms need the rows of all ranks
+    "LoRA": "blocks.0.self_attn.q",
+    "DoRA of rows": "blocks.0.self_attn.k",
+    "DoRA of columns": "blocks.0.self_attn.v",
+    "LoHa": "blocks.1.cross_attn.o",
+    "LoKr": "blocks.0.ffn.0",
+    "GLoRA": "blocks.1.ffn.2",
+}
+
+
+def write_loras(checkpoint: Path, folder: Path) -> str:
+    """Writes a LoRA of each kind; returns the flags with paths and strengths."""
+    weights, flags = load_file(checkpoint / "diffusion_pytorch_model.safetensors"), list[str]()
+    folder.mkdir()
+    for kind, layer in LORA_LAYERS.items():
+        path = folder / f"{kind.replace(' ', '-')}.safetensors"
+        save_lycoris(kind, weights, path, (layer,), "lycoris_")
+        flags.append(f"--lora {path}=0.05")
+    return " ".join(flags)
 
 
 def list_arguments(run: Run, tiny: Tiny, image: Path, tmp_path: Path) -> list[str]:
@@ -96,7 +133,13 @@ def list_arguments(run: Run, tiny: Tiny, image: Path, tmp_path: Path) -> list[st
     if "EXPORT" in flags:
         folder = quantize_checkpoint(tiny(run.task), tmp_path / "export")
         flags = flags.replace("EXPORT", str(folder))
-    arguments = ["--task", run.task, "--ckpt_dir", str(tiny(run.task)), *QUICK]
+    if "LORAS" in flags:
+        flags = flags.replace("LORAS", write_loras(tiny(run.task), tmp_path / "loras"))
+    checkpoint = tiny(run.task)
+    if "GGUF" in flags:
+        checkpoint, _ = make_gguf_folders(checkpoint, "Q8_0", tmp_path / "gguf")
+        flags = flags.replace("GGUF ", "")
+    arguments = ["--task", run.task, "--ckpt_dir", str(checkpoint), *QUICK]
     if run.task == "ti2v-5B":  # its tokens are twice as large
         arguments += ["--size", "64*96"]
     if run.task.startswith(("i2v", "flf2v")):
