@@ -45,16 +45,16 @@ def list_stages(mode: int, exchange: str, heads: int) -> list[str]:
     ],
 )
 def test_compiled_block(mode: int, valid_len: int, exchange: str, heads: int) -> None:
-    for report in dist.run_on_ranks(RANKS, compile_block, mode, valid_len, exchange, heads):
-        assert report["graphs"] == 1
-        order = "".join(list_stages(mode, exchange, heads))
-        assert report["order"] == f"{order}A", "the last one is the text's"
-        assert report["free"] == [], "these events do not wait for all of the stage before"
-        assert report["off"] <= 2e-6  # the compiler uses other forms of RoPE and GELU
+    report, _ = dist.run_on_ranks(RANKS, compile_block, mode, valid_len, exchange, heads)
+    assert report["graphs"] == 1
+    order = "".join(list_stages(mode, exchange, heads))
+    assert report["order"] == f"{order}A", "the last one is the text's"
+    assert report["free"] == [], "these events do not wait for all of the stage before"
+    assert report["off"] <= 2e-6  # the compiler uses other forms of RoPE and GELU
 
 
 def compile_block(mode: int, valid_len: int, exchange: str, heads: int) -> dict[str, Any]:
-    """On one rank: compile a block for this mode and list the events of its graph."""
+    """Compile a block for this mode on rank 0, with an eager rank 1; list the graph's events."""
     torch._dynamo.reset()
     graphs: list[torch.fx.Graph] = []
 
@@ -64,9 +64,13 @@ def compile_block(mode: int, valid_len: int, exchange: str, heads: int) -> dict[
 
     block, x_BLC, other_inputs = make_block_and_inputs(mode, valid_len, exchange, heads)
     compiled = torch.compile(block, fullgraph=True, backend=aot_autograd(fw_compiler=record))
+    if torch.distributed.get_rank():
+        compiled = block
     with torch.no_grad():
         expected = block(x_BLC.clone(), *other_inputs)[0]
         actual = compiled(x_BLC.clone(), *other_inputs)[0]
+    if compiled is block:
+        return {}
     events = [node for node in graphs[0].nodes if node.target in (EXCHANGE, ATTENTION)]
     return {
         "graphs": len(graphs),

@@ -1,4 +1,8 @@
-"""WanModel predicts the same velocities on several ranks as in one process, in all modes."""
+"""WanModel predicts the same velocities on several ranks as in one process, in all modes.
+
+In RainFusion's token order a model with sparsity 0 is the dense model, and a sparse one on ranks
+is compared with the sparse one in one process.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,13 @@ from tests.distributed.topology import ROWS, Topology, attention_layer, make_blo
 from tests.refusals import check_refusals
 from wan.distributed.sequence_shards import ShardedSequence
 from wan.kernels.forward_context import StepInfo
+from wan.kernels.rainfusion_masks import make_window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.modules.vace import VaceWanModel
 from wan.settings.attention_modes import MODES
+from wan.settings.parallel import EXCHANGES
 
 pytestmark = pytest.mark.dist
 
@@ -63,12 +69,16 @@ class Job:
             num_layers=2,
             text_dim=TEXT_DIM,
             text_len=self.text_len,
+            **({"image_dim": 24, "image_positions": 20} if self.kind == "i2v" else {}),
             components=ModelComponents(text_kv_cache=self.text_cache, **components),
         )
         return net.eval().requires_grad_(False)
 
     def velocities(self, net: WanModel) -> list[Tensor]:
-        """Run one step with each context, and a second one if text is cached."""
+        """Run one step with each context, and a second one if text is cached.
+
+        i2v has two images of ten tokens, to which every rank attends.
+        """
         generator = torch.Generator().manual_seed(1)
         f, h, w = self.grid
 
@@ -77,6 +87,7 @@ class Job:
 
         x = [noise(48 if self.kind == "ti2v" else 16, f, 2 * h, 2 * w) for _ in range(self.batch)]
         y = [noise(20, f, 2 * h, 2 * w) for _ in x] if self.kind == "i2v" else None
+        images = {"clip_fea": noise(2, 10, 24)} if y else {}
         control = [noise(96, f, 2 * h, 2 * w) for _ in x] if self.kind == "vace" else []
         prompts = [[noise(length, TEXT_DIM) for _ in x] for length in self.contexts]
         outputs = []
@@ -87,7 +98,7 @@ class Job:
                 if control:
                     outputs += net(x, times, control, context, self.tokens, step=step)
                 else:
-                    outputs += net(x, times, context, self.tokens, y, step=step)
+                    outputs += net(x, times, context, self.tokens, y, **images, step=step)
         return outputs
 
     def _timesteps(self, t: int) -> Tensor:
@@ -98,32 +109,62 @@ class Job:
         return torch.full((self.batch, self.tokens), t).index_fill(1, torch.arange(h * w), 0)
 
 
-Way = tuple[Topology, str]
-"""(ranks, mode)."""
+Way = tuple[Topology, str, str]
+"""(ranks, mode, exchange)."""
+DENSE = ""
+
+
+def make_components(attention: str, sparsity: float = 0.6) -> dict[str, Any]:
+    """Make a rank's token order and backends. attention: DENSE, v3 or v3-fp8."""
+    if attention == DENSE:
+        return {"methods": (), "sequence_shard": ShardedSequence(None)}
+    order = ShardedSequence(None, 128, make_window_order)
+    return {"methods": make_small_methods(attention, sparsity), "sequence_shard": order}
 
 
 @torch.inference_mode()
-def compute_velocities(job: Job, layout_modes: Sequence[Way]) -> dict[Way, Tensor]:
-    """On one rank: return the velocities of each layout and mode."""
+def compute_velocities(job: Job, ways: Sequence[Way], attention: str) -> dict[Way, Tensor]:
+    """On one rank: return the velocities of each layout, mode and exchange."""
     results = {}
-    for topology, mode in layout_modes:
-        net = job.model(attention_layer(topology, mode), sequence_shard=ShardedSequence(None))
-        results[topology, mode] = torch.stack(job.velocities(net))
+    for topology, mode, exchange in ways:
+        components = make_components(attention)
+        layer = attention_layer(
+            topology, mode, methods=components.pop("methods"), exchange=exchange
+        )
+        results[topology, mode, exchange] = torch.stack(
+            job.velocities(job.model(layer, **components))
+        )
     return results
 
 
-def check_velocities(job: Job, layout_modes: Sequence[Way]) -> None:
-    """Compare with one process, and bit for bit with mode 0 of the same layout."""
-    with torch.inference_mode():
-        expected = torch.stack(job.velocities(replace(job, text_cache=False).model()))
+@torch.inference_mode()
+def compute_alone(job: Job, attention: str = DENSE, sparsity: float = 0.6) -> Tensor:
+    """In one process: return the velocities."""
+    uncached = replace(job, text_cache=False)
+    if attention == DENSE:
+        return torch.stack(job.velocities(uncached.model()))
+    methods = make_components(attention, sparsity)["methods"]
+    layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=methods)
+    order = ShardedSequence(None, 1, make_window_order)
+    return torch.stack(job.velocities(uncached.model(layer, sequence_shard=order)))
+
+
+def check_velocities(job: Job, ways: Sequence[Way], attention: str = DENSE) -> None:
+    """Compare with one process, and bit for bit with the first way of the same layout.
+
+    Dense attention in several query blocks rounds differently.
+    """
+    expected = compute_alone(job, attention)
     assert expected.abs().max() > 0.5, "a model that says nothing would always agree"
+    firsts = {way[0]: way for way in reversed(ways)}
     for results in run_on_ranks(
-        layout_modes[0][0].world, compute_velocities, job, layout_modes, timeout=300
+        ways[0][0].world, compute_velocities, job, ways, attention, timeout=300
     ):
         errors = {way: float((x - expected).abs().max()) for way, x in results.items()}
         assert not {way: error for way, error in errors.items() if not error <= 2e-5}, job
-        for (topology, mode), x in results.items():
-            assert ROWS[mode].blocks > 1 or x.equal(results[topology, "0"]), (job, topology, mode)
+        for way, x in results.items():
+            may_differ = attention == DENSE and ROWS[way[1]].blocks > 1
+            assert may_differ or x.equal(results[firsts[way[0]]]), (job, way)
 
 
 JOBS = {
@@ -145,15 +186,26 @@ LAYOUTS = {
 }
 
 
+SPARSE_JOBS = {
+    "t2v": Job(heads=4, grid=(3, 9, 10)),
+    "i2v": Job("i2v", heads=4, grid=(2, 16, 8)),
+    "ti2v": Job("ti2v", heads=4, grid=(3, 10, 9)),
+    "vace": Job("vace", heads=4, grid=(3, 9, 10)),
+    "vace-batch": Job("vace", heads=4, batch=2, grid=(2, 9, 17)),
+    "ti2v-batch": Job("ti2v", heads=4, batch=2, grid=(2, 9, 17)),
+}
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_same_velocities(world: int) -> None:
     """Every kind of model on 2 or 4 ranks, in mode 0 and one other mode; the batch of VACE."""
     for turn, (name, job) in enumerate(JOBS.items()):
-        if name in ("t2v-batch", "ti2v-batch"):
+        if name in ("t2v", "t2v-batch", "ti2v-batch"):
             continue
-        mode = ["1", "2", "overlap"][turn % 3]
+        ways = ("0", "split"), (["1", "2", "overlap"][turn % 3], EXCHANGES[turn % 2])
         if world == (4 if name in ("t2v-no-padding", "ti2v") else 2):
-            check_velocities(job, list(product(LAYOUTS[world], ("0", mode))))
+            layouts = [(layout, *way) for layout, way in product(LAYOUTS[world], ways)]
+            check_velocities(replace(job, heads={2: 6, 4: 8}[world]), layouts)
 
 
 @pytest.mark.slow
@@ -161,22 +213,66 @@ def test_the_same_velocities(world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_same_velocities_in_all_modes(world: int, job: Job) -> None:
     heads = 24 if world == 8 else job.heads
-    check_velocities(replace(job, heads=heads), list(product(LAYOUTS[world], ROWS)))
+    check_velocities(replace(job, heads=heads), list(product(LAYOUTS[world], ROWS, EXCHANGES)))
+
+
+@torch.inference_mode()
+def test_nothing_left_out_is_the_dense_model() -> None:
+    """With sparsity above 0 the result differs."""
+    dense = {name: compute_alone(job) for name, job in SPARSE_JOBS.items()}
+    errors = {
+        name: float((compute_alone(job, "v3", 0) - dense[name]).abs().max())
+        for name, job in SPARSE_JOBS.items()
+    }
+    assert not {name: error for name, error in errors.items() if not error <= 2e-5}
+    assert (compute_alone(SPARSE_JOBS["t2v"], "v3") - dense["t2v"]).abs().max() > 1e-3
+
+
+@torch.inference_mode()
+def test_timesteps_of_single_tokens_follow_their_tokens() -> None:
+    job = Job("ti2v", grid=(2, 9, 10))
+    t = torch.full((1, job.tokens), 700).index_fill(1, torch.arange(3, job.tokens, 7), 0)
+    x, context = torch.randn(48, 2, 18, 20), torch.randn(5, 16)
+    methods = make_small_methods("v3", 0)
+    layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=methods)
+    ordered = job.model(layer, sequence_shard=ShardedSequence(None, 1, make_window_order))
+    step = StepInfo(0, 2, "cond", "dit", job.grid, job.tokens)
+    actual, dense = (
+        net([x], t, [context], job.tokens, step=step)[0] for net in (ordered, job.model())
+    )
+    torch.testing.assert_close(actual, dense, atol=2e-5, rtol=0)
+
+
+def test_sparse_ranks_predict_what_one_process_does() -> None:
+    """Kinds of models on both layouts in two modes; t2v in FP8 with each mode in one layout."""
+    modes = [*ROWS]
+    for turn, name in enumerate(("t2v", "vace-batch", "ti2v-batch")):
+        both = modes[turn], modes[turn + 1]
+        check_velocities(SPARSE_JOBS[name], list(product(LAYOUTS[2], both, ("split",))), "v3")
+    fp8 = [(LAYOUTS[2][turn % 2], mode, "split") for turn, mode in enumerate(modes)]
+    check_velocities(SPARSE_JOBS["t2v"], fp8, "v3-fp8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", SPARSE_JOBS.values(), ids=SPARSE_JOBS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_sparse_ranks_in_all_modes(world: int, job: Job) -> None:
+    check_velocities(job, list(product(LAYOUTS[world][:2], ROWS, ("split",))), "v3")
 
 
 def test_three_ranks_and_the_official_text_length() -> None:
     """512 rows of text are no multiple of 3: they are never sharded."""
     job = Job(heads=24, contexts=(500,), text_len=512)
-    check_velocities(job, list(product(LAYOUTS[3], ("0", "1"))))
+    check_velocities(job, list(product(LAYOUTS[3], ("0", "1"), ("split",))))
 
 
 def test_ranks_that_hold_only_padding() -> None:
     """5 tokens on 4 ranks: 2, 2, 1 and none."""
     other_modes = {Topology(4, 1): "1", Topology(2, 2): "2", Topology(1, 4): "overlap"}
-    layout_modes = [
-        (layout, mode) for layout, other in other_modes.items() for mode in ("0", other)
+    ways = [
+        (layout, mode, "split") for layout, other in other_modes.items() for mode in ("0", other)
     ]
-    check_velocities(Job("ti2v", grid=(5, 1, 1)), layout_modes)
+    check_velocities(Job("ti2v", grid=(5, 1, 1)), ways)
 
 
 @torch.inference_mode()

@@ -31,9 +31,7 @@ from wan.distributed.sequence_shards import ShardedSequence
 from wan.kernels.forward_context import StepInfo
 from wan.modules.animate import WanAnimateModel
 from wan.modules.interfaces import ModelComponents
-from wan.modules.model import WanModel
 from wan.modules.s2v import WanModel_S2V
-from wan.modules.vace import VaceWanModel
 from wan.settings.parallel import EXCHANGES
 
 pytestmark = pytest.mark.dist
@@ -121,34 +119,6 @@ def make_s2v_inputs(scene: Scene, noise: Noise) -> dict[str, dict[str, Any]]:
     }
 
 
-def make_vace(components: ModelComponents) -> nn.Module:
-    return VaceWanModel(num_layers=3, vace_layers=(0, 2), components=components, **SIZES)
-
-
-def make_vace_inputs(scene: Scene, noise: Noise) -> dict[str, dict[str, Any]]:
-    common = {
-        "seq_len": math.prod(scene.grid),
-        "vace_context": [noise(96, *scene.latents)],
-        "vace_context_scale": [1.0, 0.5],
-    }
-    return dict.fromkeys(("cond", "uncond"), common)
-
-
-def make_i2v(components: ModelComponents) -> nn.Module:
-    image_sizes: dict[str, Any] = {"image_dim": 24, "image_positions": 20}
-    return WanModel("i2v", in_dim=36, num_layers=2, components=components, **SIZES, **image_sizes)
-
-
-def make_i2v_inputs(scene: Scene, noise: Noise) -> dict[str, dict[str, Any]]:
-    """Two images of ten tokens; every rank attends to all of them."""
-    common = {
-        "seq_len": math.prod(scene.grid),
-        "y": [noise(20, *scene.latents)],
-        "clip_fea": noise(2, 10, 24),
-    }
-    return dict.fromkeys(("cond", "uncond"), common)
-
-
 class Task(NamedTuple):
     """A network and its inputs besides latents and text. blocks: includes control blocks."""
 
@@ -158,7 +128,7 @@ class Task(NamedTuple):
     scenes: Sequence[Scene]
 
 
-TASKS = {  # with 105, 30, 5; 185, 175, 83, 12; 105, 30 and 3 tokens
+TASKS = {  # with 105, 30, 5; 185, 175, 83 and 12 tokens
     "animate": Task(
         make_animate, make_animate_inputs, 5, (Scene(3, 5, 7), Scene(2, 3, 5), Scene(5, 1, 1))
     ),
@@ -168,8 +138,6 @@ TASKS = {  # with 105, 30, 5; 185, 175, 83, 12; 105, 30 and 3 tokens
         2,
         (Scene(3, 5, 7), Scene(4, 5, 7, True), Scene(1, 5, 5), Scene(2, 2, 2, True)),
     ),
-    "vace": Task(make_vace, make_vace_inputs, 5, (Scene(3, 5, 7), Scene(2, 3, 5), Scene(3, 1, 1))),
-    "i2v": Task(make_i2v, make_i2v_inputs, 2, (Scene(3, 5, 7), Scene(2, 3, 5), Scene(3, 1, 1))),
 }
 LAYOUTS = {
     2: [Topology(2, 1), Topology(1, 2)],
@@ -242,7 +210,9 @@ def check_velocities(
     return ranks
 
 
-@pytest.mark.parametrize(("world", "task"), [*product((2,), TASKS), (3, "s2v"), (4, "vace")])
+@pytest.mark.parametrize(
+    ("world", "task"), [(2, "animate"), (2, "s2v"), (3, "s2v")]
+)
 def test_the_same_velocities(world: int, task: str) -> None:
     """Each layout with one mode and exchange, in turn, so that each task uses all of them."""
     cases, shift = list[Case](), list(TASKS).index(task)
