@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,66 +15,76 @@ from tests.dist import run_on_ranks
 from wan.diffusers import apply_cache_on_pipe, deparallelize, parallelize_pipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
-LIMIT = 1e-4
-UNGUIDED = ("animate",)
+LIMIT, STEPS = 1e-4, 4
 SETTINGS: dict[int, list[Settings]] = {
     1: [{}],
-    2: [{"ulysses_size": 2}, {"ulysses_size": 2, "comm_type": 1}, {"ring_size": 2}],
+    2: [{"ulysses_size": 2}, {"ring_size": 2}],
     3: [{"ring_size": 3}],
 }
-STEPS = 6
-PLAIN_CASES = {"control, low noise", "modular 2.2 image"}
-CACHED_CASES = {"animate", "video", "control, high noise", "modular image"}
-# The first one skips no step, the second one three.
-CACHES = ("steps:0,1,2,3,4,5", "steps:0,2,4")
+LAYOUTS: dict[str, list[Settings]] = {  # by default, besides mode 1
+    "animate": [],
+    "video": [],
+    "control, high noise": [],
+    "control, low noise": [{"ring_size": 2}, {"cfg_size": 2}],
+    "modular image": [],
+    "modular 2.2 image": [{"ulysses_size": 2}, {"cfg_size": 2}],
+}
+COMPLETE, SKIPPING = "steps:0,1,2,3", "steps:0,2"
+# Policy -> its settings; each skips some of four steps on one rank and on two.
+POLICIES: dict[str, Settings] = {
+    "first_block": {"threshold": 100.0, "order": 1},
+    "tea": {"coefficients": (1.0, 0.0), "threshold": 2.0},
+    "attention": {"start_step": 0, "attentioncache_interval": 2, "end_step": 3},
+    "cfg": {},
+}
+Call = tuple[Settings | None, str | None]
+"""(settings of the ranks, or None without them; policy of a step cache)."""
 
 
-def run_case(name: str, settings: list[Settings]) -> list[Tensor]:
-    """On one rank: the latents with each of the settings."""
+def run_case(name: str, calls: Sequence[Call]) -> list[Tensor]:
+    """On one rank, or without ranks: the latents of each call of one pipeline."""
     torch.set_num_threads(1)
     case, results = CASES[name](), []
-    for parallel_settings in settings:
-        parallelize_pipe(case.pipe, **parallel_settings)
-        results.append(case.make_latents())
-        deparallelize(case.pipe)
-    return results
-
-
-@pytest.mark.parametrize("world", [2, slow(1), slow(3)])
-@pytest.mark.parametrize("name", [name if name in PLAIN_CASES else slow(name) for name in CASES])
-@pytest.mark.usefixtures("one_thread")
-def test_ranks_make_the_latents_of_the_pipeline(name: str, world: int) -> None:
-    expected = CASES[name]().make_latents()
-    settings = [*SETTINGS[world]]
-    if world == 2 and name not in UNGUIDED:
-        settings.append({"cfg_size": 2})
-    for results in run_on_ranks(world, run_case, name, settings):
-        for parallel_settings, latents in zip(settings, results, strict=True):
-            assert (latents - expected).abs().max() <= LIMIT, parallel_settings
-
-
-def run_cached_case(name: str, settings: Settings | None) -> list[Tensor]:
-    """The latents with each of the caches."""
-    torch.set_num_threads(1)
-    case, results = CASES[name](), []
-    for policy in CACHES:
+    for settings, policy in calls:
         if settings is not None:
             parallelize_pipe(case.pipe, **settings)
-        apply_cache_on_pipe(case.pipe, policy, force=True)
+        if policy is not None:
+            apply_cache_on_pipe(case.pipe, policy, force=True, **POLICIES.get(policy, {}))
         results.append(case.make_latents(STEPS))
         deparallelize(case.pipe)
     return results
 
 
-@pytest.mark.parametrize("name", [name if name in CACHED_CASES else slow(name) for name in CASES])
-@pytest.mark.usefixtures("one_thread")
-def test_caches_skip_the_same_steps_on_ranks(name: str) -> None:
-    plain = CASES[name]().make_latents(STEPS)
-    complete, skipping = run_cached_case(name, None)
-    assert (complete - plain).abs().max() <= LIMIT
+def check_case(name: str, policy: str, settings: Sequence[Settings], world: int = 2) -> None:
+    """Compare without a cache, with one that skips nothing, and with one that skips steps."""
+    plain, skipping = run_case(name, [(None, None), (None, policy)])
     assert (skipping - plain).abs().max() > 10 * LIMIT
-    for actual_complete, actual_skipping in run_on_ranks(
-        2, run_cached_case, name, {"comm_type": 1}
-    ):
-        assert (actual_complete - plain).abs().max() <= LIMIT
-        assert (actual_skipping - skipping).abs().max() <= LIMIT
+    first, *others = settings
+    calls: list[Call] = [(first, COMPLETE), (first, policy), *((other, None) for other in others)]
+    for complete, actual, *latents in run_on_ranks(world, run_case, name, calls):
+        assert (actual - skipping).abs().max() <= LIMIT
+        for result in (complete, *latents):
+            assert (result - plain).abs().max() <= LIMIT
+
+
+@pytest.mark.parametrize("name", [name if name in LAYOUTS else slow(name) for name in CASES])
+@pytest.mark.usefixtures("one_thread")
+def test_ranks_make_the_latents_of_the_pipeline(name: str) -> None:
+    check_case(name, SKIPPING, [{"comm_type": 1}, *LAYOUTS.get(name, ())])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", SETTINGS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("one_thread")
+def test_all_layouts(name: str, world: int) -> None:
+    guided = [{"cfg_size": 2}] if world == 2 and name != "animate" else []
+    check_case(name, SKIPPING, SETTINGS[world] + guided, world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.usefixtures("one_thread")
+def test_all_policies(policy: str) -> None:
+    for name in ("video", "modular 2.2"):
+        check_case(name, policy, [{"comm_type": 1}])

@@ -210,9 +210,7 @@ def check_velocities(
     return ranks
 
 
-@pytest.mark.parametrize(
-    ("world", "task"), [(2, "animate"), (2, "s2v"), (3, "s2v")]
-)
+@pytest.mark.parametrize(("world", "task"), [(2, "animate"), (2, "s2v"), (3, "s2v")])
 def test_the_same_velocities(world: int, task: str) -> None:
     """Each layout with one mode and exchange, in turn, so that each task uses all of them."""
     cases, shift = list[Case](), list(TASKS).index(task)
