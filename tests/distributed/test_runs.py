@@ -202,7 +202,8 @@ def test_guidance_sampler_and_cache_together(tiny: Tiny, image_path: Path, tmp_p
 def test_ranks_make_what_one_process_does(
     name: str, tiny: Tiny, image_path: Path, tmp_path: Path
 ) -> None:
-    check_run(RUNS[name], list_arguments(RUNS[name], tiny, image_path, tmp_path), tmp_path)
+    text = check_run(RUNS[name], list_arguments(RUNS[name], tiny, image_path, tmp_path), tmp_path)
+    assert ("Guidance is 1 for the low-noise expert" in text) == (name == "one guided expert")
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests import failing
 from tests.conftest import Tiny
-from tests.dist import REPO, TORCHRUN, Ranks, exec_torchrun, free_port, make_rank_envs, torchrun
+from tests.dist import REPO, TORCHRUN, Ranks, exec_torchrun, free_port, make_rank_envs
 from tests.refusals import check_refusals
 from wan.cli import main as generate
 from wan.testing.random_checkpoint import make_checkpoint
@@ -48,14 +48,10 @@ def alone(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[st
     return arguments, latents(out)
 
 
-def check_video(codes: list[int], output: str, video: Path, expected: Any) -> None:
-    assert not any(codes), output
-    assert (latents(video) - expected).abs().max().item() <= 1e-4
-
-
-def generate_each(arguments: list[list[str]]) -> int:
-    """On one rank: run generate.py with this rank's arguments."""
-    return generate.main(arguments[int(os.environ["RANK"])])
+def generate_each(arguments: list[list[str]], fault: str | None) -> int:
+    """On one rank: run generate.py with this rank's arguments. fault: a kind of `failing`."""
+    own = arguments[int(os.environ.get("RANK", "0")) % len(arguments)]
+    return generate.main(own) if fault is None else failing.main(fault, "0", *own)
 
 
 def run_machine(arguments: list[list[str]]) -> int:
@@ -63,51 +59,25 @@ def run_machine(arguments: list[list[str]]) -> int:
     node = os.environ["NODE"]
     base = ["--nnodes", "2", "--nproc_per_node", "1", "--node_rank", node]
     base += ["--master_addr", "127.0.0.1", "--master_port", os.environ["PORT"]]
-    return exec_torchrun(*base, GENERATE, *arguments[int(node)])
+    return exec_torchrun(*base, *arguments[int(node)])
+
+
+def start_machines(*arguments: list[str]) -> Ranks:
+    port = free_port()
+    variables = [{**TORCHRUN, "NODE": node, "PORT": port} for node in "01"]
+    return Ranks(variables, run_machine, arguments)
 
 
 @pytest.mark.slow
 def test_two_machines(alone, tmp_path: Path) -> None:
     arguments, expected = alone
-    arguments = [*arguments, "--comm_type", "2", "--save_file"]
+    arguments = [GENERATE, *arguments, "--comm_type", "2", "--save_file"]
     out, other = tmp_path / "v.mp4", tmp_path / "other" / "v.mp4"
-    variables = [
-        {**TORCHRUN, "NODE": node, "PORT": port} for port in [free_port()] for node in "01"
-    ]
-    arguments_by_rank = [[*arguments, str(out)], [*arguments, str(other)]]
-    with Ranks(variables, run_machine, arguments_by_rank) as agents:
+    with start_machines([*arguments, str(out)], [*arguments, str(other)]) as agents:
         codes = agents.wait_for_exit(180)
-    check_video(codes, agents.format_outputs(), out, expected)
+    assert not any(codes), agents.format_outputs()
+    assert (latents(out) - expected).abs().max() <= 1e-4
     assert not other.parent.exists(), "only rank 0 writes"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [
-        (2, ["--ulysses_size", "1"]),
-        (4, ["--ring_size", "2", "--ring_type", "bidirectional", "--comm_type", "2"]),
-        (8, ["--cfg_size", "2", "--ring_size", "2", "--comm_type", "1", "--dit_fsdp"]),
-    ],
-)
-def test_topologies(ranks: int, flags: list[str], alone, tmp_path: Path) -> None:
-    arguments, expected = alone
-    out = tmp_path / "v.mp4"
-    process = torchrun(ranks, *arguments, *flags, "--save_file", out)
-    check_video([process.returncode], process.stdout + process.stderr, out, expected)
-
-
-@pytest.mark.slow
-def test_one_guidance_scale_is_1(alone, tmp_path: Path) -> None:
-    arguments, out = alone[0], tmp_path / "v.mp4"
-    scales = ["--sample_guide_scale", "1,4"]
-    process = torchrun(2, *arguments, *scales, "--cfg_size", "2", "--save_file", out)
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert "Guidance is 1 for the low-noise expert" in process.stdout
-
-
-def run_failing(kind: str, arguments: list[str]) -> int:
-    return failing.main(kind, "0", *arguments)
 
 
 def test_early_ends_are_one_sentence(tiny: Tiny, tmp_path: Path) -> None:
@@ -117,43 +87,27 @@ def test_early_ends_are_one_sentence(tiny: Tiny, tmp_path: Path) -> None:
     """
     make_checkpoint("t2v-A14B", tmp_path / "weights", seed=1)
     (tmp_path / "cache").touch()  # a file where a folder is needed
-    default_arguments, started = make_arguments("t2v-A14B", tiny), dict[str, Ranks]()
-    arguments_by_difference = {
+    default, started = make_arguments("t2v-A14B", tiny), dict[str, Ranks]()
+    differences = {
         "another argument": ["--sample_shift", "4"],
         "another folder": ["--ckpt_dir", str(tmp_path / "absent")],
         "other weights": ["--ckpt_dir", str(tmp_path / "weights")],
     }
-    machines = [
-        [{**rank, "LOCAL_RANK": "0"} for rank in make_rank_envs(2)] for _ in arguments_by_difference
-    ]
     cached = make_rank_envs(2, XDG_CACHE_HOME=str(tmp_path / "cache"))
     beyond = {"WORLD_SIZE": "2", "RANK": "7", "LOCAL_RANK": "1"}
+    faults = {"memory": "memory", "SIGTERM": "wait", "SIGINT": "wait"}
+    runs: dict[str, tuple[list[dict[str, str]], list[list[str]]]] = {
+        name: ([{**rank, "LOCAL_RANK": "0"} for rank in make_rank_envs(2)], [default, default + x])
+        for name, x in differences.items()
+    }
+    runs["refused by both"] = make_rank_envs(2), [["--sample_steps", "0"]]
+    runs |= {"no demo checkpoint": (cached, [["--task", "ti2v-5B"]]), "beyond": ([beyond], [[]])}
+    runs |= {name: ([{}], [default]) for name in faults}
     with ExitStack() as stack:
-
-        def start_ranks(name: str, variables: list[dict[str, str]], *lines: list[str]) -> None:
-            """Start ranks. name: a case, failure or signal. lines: one for all or for each."""
+        for name, (variables, lines) in runs.items():
             saved = [[*line, "--save_file", str(tmp_path / name / "v.mp4")] for line in lines]
-            kind = "memory" if name == "memory" else "wait"
-            work = (
-                (generate_each, saved * (2 // len(saved)))
-                if len(variables) == 2
-                else (
-                    (generate.main, saved[0]) if name == "beyond" else (run_failing, kind, saved[0])
-                )
-            )
-            started[name] = stack.enter_context(Ranks(variables, *work))
-
-        for rank_variables, (name, rank1_arguments) in zip(
-            machines, arguments_by_difference.items(), strict=True
-        ):
-            start_ranks(
-                name, rank_variables, default_arguments, [*default_arguments, *rank1_arguments]
-            )
-        start_ranks("refused by both", make_rank_envs(2), ["--sample_steps", "0"])
-        start_ranks("no demo checkpoint", cached, ["--task", "ti2v-5B"])
-        start_ranks("beyond", [beyond], [])
-        for name in ("memory", "SIGTERM", "SIGINT"):
-            start_ranks(name, [{}], default_arguments)
+            ranks = Ranks(variables, generate_each, saved, faults.get(name))
+            started[name] = stack.enter_context(ranks)
         for name in ("SIGTERM", "SIGINT"):
             started[name].wait_for_output(0, "fault")
             os.kill(started[name].processes[0].pid, signal.Signals[name])
@@ -162,7 +116,7 @@ def test_early_ends_are_one_sentence(tiny: Tiny, tmp_path: Path) -> None:
     assert codes == {name: single.get(name, [2, 2]) for name in started}
     lines_by_name = {name: ranks.lines() for name, ranks in started.items()}
     assert {name: len(x) for name, x in lines_by_name.items()} == {
-        n: 1 + (n in arguments_by_difference) for n in lines_by_name
+        n: 1 + (n in differences) for n in lines_by_name
     }
     assert all(len(set(lines)) == 1 for lines in lines_by_name.values())
     hidden = [rf"\b{socket.gethostname()}\b", r"(?<=/cache/wan/)\S+"]
@@ -207,13 +161,6 @@ def check_ending(sentence: str, number: signal.Signals | None, *argv: object) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["defect", "die"])
-def test_torchrun_ends_ranks_with_toy_work(fault: str) -> None:
-    sentence = ENDINGS["raise" if fault == "defect" else "kill"][1]
-    check_ending(sentence, None, "-m", "tests.distributed.test_launch", fault)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ENDINGS)
 def test_all_ranks_end(how: str, alone, tmp_path: Path) -> None:
     """All ranks end and no file is left."""
@@ -226,20 +173,13 @@ def test_all_ranks_end(how: str, alone, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def run_agent_of_two() -> int:
-    base = ["--nnodes", "2", "--nproc_per_node", "1", "--node_rank", os.environ["NODE"]]
-    base += ["--master_addr", "127.0.0.1", "--master_port", os.environ["PORT"]]
-    return exec_torchrun(*base, "-m", "tests.distributed.test_launch", "exchange")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["rank", "agent"])
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_rank_or_agent_of_two_machines_is_killed(killed: str, node: int) -> None:
     """The other machine prints which rank was lost."""
-    port = free_port()
-    variables = [{**TORCHRUN, "NODE": str(number), "PORT": port} for number in range(2)]
-    with Ranks(variables, run_agent_of_two) as agents:
+    work = ["-m", "tests.distributed.test_launch", "exchange"]
+    with start_machines(work, work) as agents:
         for number in range(2):
             agents.wait_for_output(number, f"rank {number} is ", 120)
         worker = int(agents.texts[node].split(f"rank {node} is ")[1].split()[0])
@@ -259,7 +199,8 @@ def test_torchrun_ends_ranks_on_a_busy_machine(fault: str) -> None:
     loop = [sys.executable, "-c", "import os; own = os.getppid()\nwhile os.getppid() == own: pass"]
     busy = [subprocess.Popen(loop) for _ in range(8 * (os.cpu_count() or 1))]
     try:
-        test_torchrun_ends_ranks_with_toy_work(fault)
+        sentence = ENDINGS["raise" if fault == "defect" else "kill"][1]
+        check_ending(sentence, None, "-m", "tests.distributed.test_launch", fault)
     finally:
         for process in busy:
             process.kill()
