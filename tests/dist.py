@@ -267,6 +267,7 @@ def _run_rank(pipe: Any, environ: dict[str, str], work: Callable[..., int], args
     for stream in (1, 2):
         os.dup2(pipe.fileno(), stream)
     pipe.close()
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 (of a pipe, no file to seek in)
     os.environ.update(environ)
     torch.set_num_threads(1)
     sys.exit(work(*args))

@@ -93,17 +93,23 @@ def test_refusals(capfd: pytest.CaptureFixture[str]) -> None:
     check_refusals("power compare", messages, [r"(?<=\().*'published'.*(?=\))"])
 
 
+def test_two_ranks_refuse_once() -> None:
+    arguments = ["compare", "--plan", "64", "--out", "x", "--preset", "published"]
+    with Ranks(make_rank_envs(2), main, arguments) as ranks:
+        assert ranks.wait_for_exit() == [2, 2], ranks.format_outputs()
+    assert len(ranks.lines("wan.power: ")) == 1, ranks.format_outputs()
+
+
 @pytest.mark.parametrize(
     ("program", "arguments", "prefix"),
     [
-        (["-m", "wan.power"], "compare --plan 64 --out x --preset published", "wan.power: "),
         slow(["-m", "wan.power"], "compare --out x -- --size 1*1", "wan.power: "),
         slow(["-m", "wan.power"], "nothing", "wan.power: "),
         slow([f"{REPO}/benchmarks/vae.py"], "--nothing", "vae.py: "),
         slow([f"{REPO}/generate.py"], "--nothing", "generate.py: "),
     ],
 )
-def test_two_ranks_refuse_once(
+def test_programs_refuse_once_under_torchrun(
     program: list[str], arguments: str, prefix: str, tmp_path: Path
 ) -> None:
     """Under the name of their program."""
@@ -221,15 +227,3 @@ def test_one_expert_at_a_time(cache: str, tiny: Any, tmp_path: Path) -> None:
     assert all(result["largest_difference"] in (0, None) for result in variants.values())
     assert not list(tmp_path.glob("*.mp4"))
     assert "from some steps of each expert" in (tmp_path / "report.md").read_text()
-
-
-@pytest.mark.slow
-def test_as_a_user_starts_it(tmp_path: Path) -> None:
-    """torchrun -m wan.power compare, with the demo checkpoint."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "wan.power", "compare", "--out", str(tmp_path), "--", "--sample_steps", "2"]
-    process = subprocess.run(
-        command, cwd=REPO, env={**TORCHRUN, "PATH": "/usr/bin"}, capture_output=True, timeout=300
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert (tmp_path / "report.md").is_file()
