@@ -20,7 +20,15 @@ from torch import Tensor
 from tests.conftest import Tiny
 from tests.dist import run_on_ranks
 from tests.distributed.methods import KINDS, Kind, attend_whole_sequence, make_methods
-from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
+from tests.distributed.topology import (
+    ROWS,
+    Topology,
+    attention_layer,
+    check_on_ranks,
+    collect_failures,
+    shard,
+    topologies,
+)
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.device import select_device
 from wan.kernels.forward_context import StepInfo
@@ -91,36 +99,32 @@ def compute_reference(case: Case) -> Tensor:
 def list_pairwise_cases() -> list[Case]:
     """List every layout of up to 4 ranks with every kind; heads, grids and dtypes take turns."""
     return [
-        (topology, kind, HEADS[(i + j) % 3], GRIDS[(i + j // 2) % 3], DTYPES[(i + j // 3) % 2])
+        (
+            topology,
+            kind,
+            (2, 3, 12)[(i + j) % 3] * topology.ulysses,
+            GRIDS[(i + j // 2) % 3],
+            DTYPES[(i + j // 3) % 2],
+        )
         for i, topology in enumerate(topologies(1, 2, 4))
         for j, kind in enumerate(KINDS)
         if not (kind.transport and topology.ulysses == 1)
     ]
 
 
-def find_differences(cases: Sequence[Case], expected: Sequence[Tensor]) -> dict[Case, str]:
+def find_differences(cases: Sequence[Case], expected: Sequence[Tensor]) -> dict[str, str]:
     """On one rank: map each failing case to its error message."""
-    wrong = {}
-    for case, expected_output in zip(cases, expected, strict=True):
-        try:
-            compare_modes(case, expected_output)
-        except AssertionError as error:
-            wrong[case] = str(error)
-    return wrong
+    outputs = dict(zip(cases, expected, strict=True))
+    return collect_failures(cases, lambda case: compare_modes(case, outputs[case]))
 
 
-def check_on_ranks(cases: Sequence[Case]) -> None:
-    """Run the cases on ranks. cases: all with the same number of ranks."""
-    results = run_on_ranks(
-        cases[0][0].world, find_differences, cases, list(map(compute_reference, cases)), timeout=600
-    )
-    wrong = {rank: cases for rank, cases in enumerate(results) if cases}
-    assert not wrong
+def check_cases(cases: Sequence[Case]) -> None:
+    check_on_ranks(find_differences, cases, list(map(compute_reference, cases)))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_selected_combinations(world: int) -> None:
-    check_on_ranks([case for case in list_pairwise_cases()[1::4] if case[0].world == world])
+    check_cases([case for case in list_pairwise_cases()[1::4] if case[0].world == world])
 
 
 @pytest.mark.slow
@@ -130,7 +134,7 @@ def test_all_combinations(topology: Topology) -> None:
     heads = [h for h in HEADS if h % topology.ulysses == 0]
     for kind in KINDS:
         if not (kind.transport and topology.ulysses == 1):
-            check_on_ranks([(topology, kind, *sizes) for sizes in product(heads, GRIDS, DTYPES)])
+            check_cases([(topology, kind, *sizes) for sizes in product(heads, GRIDS, DTYPES)])
 
 
 def compare_modes_over_steps(kind: Kind) -> None:

@@ -94,10 +94,19 @@ def test_refusals(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_two_ranks_refuse_once() -> None:
-    arguments = ["compare", "--plan", "64", "--out", "x", "--preset", "published"]
-    with Ranks(make_rank_envs(2), main, arguments) as ranks:
-        assert ranks.wait_for_exit() == [2, 2], ranks.format_outputs()
-    assert len(ranks.lines("wan.power: ")) == 1, ranks.format_outputs()
+    """The second rank waits until torchrun ends it; with --plan it has nothing to do."""
+    plan = ["compare", "--plan", "64", "--out", "x", "--preset", "published"]
+    with (
+        Ranks(make_rank_envs(2), main, plan) as planning,
+        Ranks(make_rank_envs(2), main, ["compare", "--out", "x", "--modes", "0,99"]) as refused,
+    ):
+        refused.processes[0].join(60)
+        refused.processes[1].terminate()
+        codes = refused.wait_for_exit()
+        assert codes in ([2, 143], [2, -15]), refused.format_outputs()
+        assert planning.wait_for_exit() == [2, 0], planning.format_outputs()
+    for ranks in (planning, refused):
+        assert len(ranks.lines("wan.power: ")) == 1, ranks.format_outputs()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.dist import run_on_ranks
 from wan.distributed.ring import RING_TYPES, Ring
 from wan.distributed.ulysses import Group
 from wan.kernels.interfaces import AttentionBackend, Kernel
@@ -49,6 +50,23 @@ def topologies(*worlds: int) -> list[Topology]:
         if world % ring == 0
         for ring_type in RING_TYPES[: 1 if ring == 1 else None]
     ]
+
+
+def collect_failures(cases: Sequence[Any], check: Callable[[Any], None]) -> dict[str, str]:
+    """Map each case that fails to its error message."""
+    failures = {}
+    for case in cases:
+        try:
+            check(case)
+        except AssertionError as error:
+            failures[str(case)] = str(error)
+    return failures
+
+
+def check_on_ranks(work: Callable[..., dict[str, str]], cases: Sequence[Any], *args: Any) -> None:
+    """Call work(cases, *args), which returns failures, on the ranks of the first case's layout."""
+    results = run_on_ranks(cases[0][0].world, work, cases, *args, timeout=600)
+    assert not {rank: failures for rank, failures in enumerate(results) if failures}
 
 
 def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:

@@ -17,12 +17,24 @@ from tests.distributed.test_attention_matrix import (
     HEAD_DIM,
     Case,
     compare_modes,
-    format_case,
     make_qkv_and_reference,
 )
-from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
-from tests.xfuser.ranks import ATTENTION_FUNCTION_REGISTRY, FLASH, MATH, flash_on_cpu, use_function
-from tests.xfuser.ranks import build_kernel as loaded
+from tests.distributed.topology import (
+    ROWS,
+    Topology,
+    attention_layer,
+    collect_failures,
+    shard,
+    topologies,
+)
+from tests.xfuser.ranks import (
+    ATTENTION_FUNCTION_REGISTRY,
+    FLASH,
+    MATH,
+    build_kernel,
+    flash_on_cpu,
+    use_function,
+)
 from wan.settings import attention_modes
 from wan.settings.attention_modes import TokenPlan
 
@@ -35,24 +47,22 @@ FUNCTIONS = {
 }
 
 
+def compare(case_and_backend: tuple[Case, str]) -> None:
+    """On one rank: compare all modes with plain attention."""
+    case, backend = case_and_backend
+    member, function, has_lse = FUNCTIONS[backend]
+
+    def make_kernel() -> Any:
+        xfuser_kernel = build_kernel(backend, HEAD_DIM, getattr(torch, case[3]))
+        assert xfuser_kernel.can_return_lse == has_lse
+        return xfuser_kernel
+
+    with use_function(member, function):
+        compare_modes(case, make_kernel, same_bits=has_lse)
+
+
 def find_differences(cases: Sequence[tuple[Case, str]]) -> dict[str, str]:
-    """On one rank: compare all modes with plain attention; map failing cases to messages."""
-    wrong = {}
-    for case, backend in cases:
-        member, function, has_lse = FUNCTIONS[backend]
-        dtype = getattr(torch, case[3])
-        with use_function(member, function):
-
-            def make_kernel(dtype: Any = dtype, backend: str = backend, lse: bool = has_lse) -> Any:
-                xfuser_kernel = loaded(backend, HEAD_DIM, dtype)
-                assert xfuser_kernel.can_return_lse == lse
-                return xfuser_kernel
-
-            try:
-                compare_modes(case, make_kernel, same_bits=has_lse)
-            except AssertionError as error:
-                wrong[f"{format_case(case)}-{backend}"] = str(error)
-    return wrong
+    return collect_failures(cases, compare)
 
 
 def list_cases() -> list[tuple[Case, str]]:
@@ -78,7 +88,7 @@ def record_calls(
     tokens, plan = 64, TokenPlan(64, topology.world)
     global_qkv, expected, _ = make_qkv_and_reference(24, tokens, "float32")
     with use_function(member, function) as call_shapes:
-        layer = attention_layer(topology, mode, loaded(backend, HEAD_DIM))
+        layer = attention_layer(topology, mode, build_kernel(backend, HEAD_DIM))
         call_shapes.clear()
         output = layer(*(shard(x, plan, 0) for x in global_qkv))
     return call_shapes, float((output - shard(expected, plan, 0)).abs().max())
