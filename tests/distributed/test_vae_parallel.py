@@ -46,7 +46,7 @@ def make_sharded_rows(height: int) -> ShardedRows:
     return ShardedRows(None, split_rows_evenly(height, torch.distributed.get_world_size()), CPU)
 
 
-def random(*shape: int) -> Tensor:
+def make_random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
@@ -59,10 +59,9 @@ def compute_distances(
     """
     results, autoencoder = [], network(path).to(dtype)
     for frames, height, width, extra_rows in cases:
-        z = random(1, autoencoder.version.z_dim, frames, height, width).to(dtype)
-        sides = (autoencoder.version.scale * side for side in (height, width))
-        tall, wide = sides
-        video = random(1, 3, 4 * frames - 3, tall + extra_rows, wide).to(dtype).tanh()
+        z = make_random(1, autoencoder.version.z_dim, frames, height, width).to(dtype)
+        tall, wide = (autoencoder.version.scale * side for side in (height, width))
+        video = make_random(1, 3, 4 * frames - 3, tall + extra_rows, wide).to(dtype).tanh()
         rows = make_sharded_rows(height)
         if rows.is_idle:
             rows.join_memory_agreements(2 * (frames + 1))
@@ -88,7 +87,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 FILES = {"2.1": ("t2v-A14B", "Wan2.1_VAE.pth"), "2.2": ("ti2v-5B", "Wan2.2_VAE.pth")}
 # frames, rows, columns, more rows of pixels: few and odd rows, fewer than ranks, more than a frame
-SHAPES = [(1, 1, 3, 0), (2, 3, 2, 0), (1, 5, 3, 0), (3, 4, 2, 0), (5, 7, 2, 0)]
+SHAPES = [(1, 1, 3, 0), (2, 3, 2, 0), (1, 5, 3, 0), (3, 7, 2, 0)]
 LONG = (21, 5, 3, 0)
 WIDE = (3, 3, 256, 0)  # wide enough that the largest layers process single frames; slow in float64
 
@@ -118,17 +117,16 @@ def test_any_height_and_number_of_ranks(
 
 
 def fail_on_one_rank() -> None:
-    def make() -> int:
-        if torch.distributed.get_rank() == 1:
+    rank, rows = torch.distributed.get_rank(), make_sharded_rows(4)
+
+    def allocate() -> int:
+        if rank == 1:
             raise MemoryError("no room")
-        return torch.distributed.get_rank()
+        return rank
 
     with pytest.raises(MemoryError, match="A rank has run out of memory in the VAE"):
-        make_sharded_rows(4).run_with_memory_agreement(make)
-    assert (
-        make_sharded_rows(4).run_with_memory_agreement(torch.distributed.get_rank)
-        == torch.distributed.get_rank()
-    )
+        rows.run_with_memory_agreement(allocate)
+    assert rows.run_with_memory_agreement(lambda: rank) == rank
 
 
 def test_all_ranks_give_up_with_one_that_has_no_memory() -> None:
@@ -197,13 +195,10 @@ def test_a_run_and_its_latents_again(alone, tmp_path: Path) -> None:
     """Three ranks encode the image and decode the video; two decode its saved latents."""
     arguments, expected, latents = alone
     out = tmp_path / "v.mp4"
-    shared_flags = ["--vae_parallel", "--save_file", str(out)]
-    with Ranks(make_rank_envs(3), generate.main, [*arguments, *shared_flags]) as ranks:
-        check_run(ranks, out, expected, "rows shared by all ranks")
-    with Ranks(
-        make_rank_envs(2), generate.main, ["--decode_latents", str(latents), *shared_flags]
-    ) as ranks:
-        check_run(ranks, out, expected, "rows shared by all ranks")
+    for world, argv in ((3, arguments), (2, ["--decode_latents", str(latents)])):
+        flags = ["--vae_parallel", "--save_file", str(out)]
+        with Ranks(make_rank_envs(world), generate.main, [*argv, *flags]) as ranks:
+            check_run(ranks, out, expected, "rows shared by all ranks")
 
 
 @pytest.mark.parametrize(
@@ -257,9 +252,9 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
     def count_agreements(codec: VaeRunner, frames: int) -> tuple[int, int]:
         """Count the agreements of encoding and of decoding."""
         agreements.clear()
-        codec.encode(random(3, 4 * frames - 3, 8, 16).tanh())
+        codec.encode(make_random(3, 4 * frames - 3, 8, 16).tanh())
         encoding = len(agreements)
-        codec.decode(random(16, frames, 1, 2), FrameCollector(CPU), lambda: None)
+        codec.decode(make_random(16, frames, 1, 2), FrameCollector(CPU), lambda: None)
         return encoding, len(agreements) - encoding
 
     for is_shared, frames in product((True, False), (1, 2, 3)):
@@ -308,5 +303,5 @@ def test_a_rank_needs_memory_for_its_own_rows(
 
     codec = VaeRunner(setup, device, load, rows)
     with pytest.raises(DamagedError):
-        codec.decode(random(16, 3, 4, 2), FrameCollector(CPU), lambda: None)
+        codec.decode(make_random(16, 3, 4, 2), FrameCollector(CPU), lambda: None)
     assert codec.last_method == method
