@@ -20,7 +20,6 @@ from wan.settings import attention_modes
 
 SMALL = ("--size", "208*176", "--frame_num", "9")  # 3 x 11 x 13 tokens: no number of ranks fits
 WIDE = ("--size", "1024*512", "--frame_num", "1")  # 2048 tokens
-LONG = ("--size", "512*512", "--frame_num", "13")  # 4096
 MODES = {str(comm_type): ("--comm_type", str(comm_type)) for comm_type in attention_modes.MODES}
 MODES["overlap"] = ("--fa_alltoall_overlap",)
 

@@ -15,7 +15,6 @@ from tests.dist import run_on_ranks
 from tests.distributed.topology import ROWS, Topology
 from tests.npu_sim import checkpoint
 from tests.npu_sim.latents import (
-    LONG,
     MODES,
     WAYS,
     Way,
@@ -46,25 +45,6 @@ def make_single_process_latents(rig: Path, way: Way) -> Tensor:
     return run_on_ranks(1, make_latents, make_arguments(rig, way), way.chip)[0]
 
 
-def check_modes(rig: Path, name: str, way: Way, layout: Topology, modes: list[str]) -> None:
-    """Compare modes with mode 0, and mode 0 with one process."""
-    topology_flags = ["--ulysses_size", str(layout.ulysses), "--ring_size", str(layout.ring)]
-    topology_flags += ["--ring_type", layout.ring_type] if layout.ring > 1 else []
-    latents_by_mode = {}
-    for mode in ("0", *modes):
-        command_line = [*make_arguments(rig, way), *topology_flags, *MODES[mode]]
-        ranks = run_on_ranks(layout.world, make_latents, command_line, way.chip, timeout=300)
-        assert all(torch.equal(ranks[0], other) for other in ranks)
-        latents_by_mode[mode] = ranks[0]
-    plain = latents_by_mode["0"]
-    errors = {"one process": relative_rms_error(plain, make_single_process_latents(rig, way))}
-    for mode in modes:
-        if ROWS[mode].blocks == 1 or name not in ("dense", "laser"):
-            assert torch.equal(latents_by_mode[mode], plain), mode
-        errors[mode] = relative_rms_error(latents_by_mode[mode], plain)
-    assert all(error < 1e-2 for error in errors.values()), errors
-
-
 @pytest.mark.parametrize(
     ("name", "layout", "mode"),
     [
@@ -78,20 +58,22 @@ def check_modes(rig: Path, name: str, way: Way, layout: Topology, modes: list[st
     ids=str,
 )
 def test_latents_of_modes_in_turn(rig: Path, name: str, layout: Topology, mode: str) -> None:
-    """The layers alone are compared in every mode by test_matrix."""
-    check_modes(rig, name, WAYS[name], layout, [mode])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", WAYS)
-def test_latents_of_all_layouts(rig: Path, name: str, layout: Topology) -> None:
-    """Laser's second block of queries needs 4096 tokens, twice that on a ring."""
-    modes = [mode for mode in MODES if mode != "0"]
-    if name == "laser" and layout.ring > 1:
-        modes = [mode for mode in modes if ROWS[mode].blocks == 1]
-    way = WAYS[name]._replace(size=LONG) if name == "laser" else WAYS[name]
-    check_modes(rig, name, way, layout, modes)
+    """Compare a mode with mode 0, and mode 0 with one process; `test_matrix` has all layouts."""
+    way = WAYS[name]
+    topology_flags = ["--ulysses_size", str(layout.ulysses), "--ring_size", str(layout.ring)]
+    topology_flags += ["--ring_type", layout.ring_type] if layout.ring > 1 else []
+    outputs = []
+    for mode_flags in (MODES["0"], MODES[mode]):
+        command_line = [*make_arguments(rig, way), *topology_flags, *mode_flags]
+        plain, *others = run_on_ranks(
+            layout.world, make_latents, command_line, way.chip, timeout=300
+        )
+        assert all(torch.equal(plain, other) for other in others)
+        outputs.append(plain)
+    plain, actual = outputs
+    assert torch.equal(actual, plain) or (ROWS[mode].blocks > 1 and name == "dense")
+    for output, expected in ((actual, plain), (plain, make_single_process_latents(rig, way))):
+        assert relative_rms_error(output, expected) < 1e-2
 
 
 def test_latents_of_the_pytorch_kernel(rig: Path) -> None:

@@ -1,23 +1,12 @@
-"""Side effects of importing mindiesd, and rules of mindiesd that `wan` follows."""
+"""Rules of mindiesd that `wan` follows."""
 
 from __future__ import annotations
 
-import importlib
-
 import mindiesd
-import pytest
 import torch
-import torch_npu
-from mindiesd.layers.moe import moe_mlp
 
 from wan.app import flag_parser
 from wan.app.resolve import resolve_command_line
-
-
-def test_importing_mindiesd_allows_internal_formats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_npu.npu.config, "allow_internal_format", False)
-    importlib.reload(moe_mlp)
-    assert torch_npu.npu.config.allow_internal_format is True
 
 
 def list_computed_steps(steps: int, start: int, end: int, interval: int) -> list[int]:
