@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -43,50 +43,35 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 
 
 def exchange_both_ways() -> None:
-    for dtype in DTYPES:
-        for batch in (1, 2):
-            by_tokens, by_heads = select_local_shards(
-                make_global_tensor(dist.get_world_size(), batch, dtype)
-            )
-            to_heads = all_to_all_4D(by_tokens, 2, 1, None)
-            assert_same(to_heads, by_heads)
-            assert to_heads.is_contiguous()
-            to_tokens = all_to_all_4D(by_heads, 1, 2, None)
-            assert_same(to_tokens, by_tokens)
-            assert to_tokens.is_contiguous()
-            assert_same(all_to_all_4D(to_heads, 1, 2, None), by_tokens)
-
-
-def exchange_several_at_once() -> None:
-    """Six pending exchanges; their inputs stay alive although the caller keeps no reference."""
-    for dtype in DTYPES:
-        for batch in (1, 2):
-            by_tokens, by_heads = select_local_shards(
-                make_global_tensor(dist.get_world_size(), batch, dtype)
-            )
-            to_heads = [start_all_to_all_4D(by_tokens.clone(), 2, 1, None) for _ in range(3)]
-            to_tokens = [start_all_to_all_4D(by_heads.clone(), 1, 2, None) for _ in range(3)]
-            for pending in to_heads:
-                assert_same(pending.wait(), by_heads)
-            for pending in to_tokens:
-                assert_same(pending.wait(), by_tokens)
+    """Alone, and with six pending exchanges whose inputs stay alive without a reference."""
+    for dtype, batch in product(DTYPES, (1, 2)):
+        x = make_global_tensor(dist.get_world_size(), batch, dtype)
+        by_tokens, by_heads = select_local_shards(x)
+        to_heads = all_to_all_4D(by_tokens, 2, 1, None)
+        to_tokens = all_to_all_4D(by_heads, 1, 2, None)
+        assert to_heads.is_contiguous() and to_tokens.is_contiguous()
+        pending = [start_all_to_all_4D(by_tokens.clone(), 2, 1, None) for _ in range(3)]
+        pending_back = [start_all_to_all_4D(by_heads.clone(), 1, 2, None) for _ in range(3)]
+        for actual in (to_heads, *(exchange.wait() for exchange in pending)):
+            assert_same(actual, by_heads)
+        for actual in (to_tokens, *(exchange.wait() for exchange in pending_back)):
+            assert_same(actual, by_tokens)
 
 
 def exchange_into() -> None:
     """The result can be written into a slice of a larger tensor without changing the rest."""
-    for async_op in (False, True):
-        for batch in (1, 2):
-            by_tokens, by_heads = select_local_shards(
-                make_global_tensor(dist.get_world_size(), batch, torch.float32)
-            )
-            for x, expected, axes in ((by_tokens, by_heads, (2, 1)), (by_heads, by_tokens, (1, 2))):
-                heads = expected.shape[2]
-                larger = torch.full((*expected.shape[:2], heads + 2, HEAD_DIM), torch.nan)
-                target = larger[:, :, 1:-1]
-                pending = start_all_to_all_4D(x, *axes, None, async_op=async_op)
-                assert pending.wait(out=target) is target
-                assert_same(target, expected)
-                assert larger[:, :, [0, -1]].isnan().all()
+    for async_op, batch in product((False, True), (1, 2)):
+        by_tokens, by_heads = select_local_shards(
+            make_global_tensor(dist.get_world_size(), batch, torch.float32)
+        )
+        for x, expected, axes in ((by_tokens, by_heads, (2, 1)), (by_heads, by_tokens, (1, 2))):
+            heads = expected.shape[2]
+            larger = torch.full((*expected.shape[:2], heads + 2, HEAD_DIM), torch.nan)
+            target = larger[:, :, 1:-1]
+            pending = start_all_to_all_4D(x, *axes, None, async_op=async_op)
+            assert pending.wait(out=target) is target
+            assert_same(target, expected)
+            assert larger[:, :, [0, -1]].isnan().all()
 
 
 def exchange_a_view() -> None:
@@ -97,14 +82,15 @@ def exchange_a_view() -> None:
     assert_same(all_to_all_4D(chunk, 2, 1, None), all_to_all_4D(by_tokens + 1, 2, 1, None))
 
 
-def test_a_view_with_gaps() -> None:
-    run_on_ranks(2, exchange_a_view)
+def exchange_in_all_ways() -> None:
+    exchange_both_ways()
+    exchange_into()
+    exchange_a_view()
 
 
-@pytest.mark.parametrize("work", [exchange_both_ways, exchange_several_at_once, exchange_into])
-def test_slices_of_the_whole(work: Callable[[], None]) -> None:
+def test_slices_of_the_whole() -> None:
     for world in WORLDS:
-        run_on_ranks(world, work)
+        run_on_ranks(world, exchange_in_all_ways)
 
 
 def count_kept_bytes() -> list[int]:

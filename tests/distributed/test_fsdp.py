@@ -29,8 +29,9 @@ from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.modules.t5 import TextEncoder, list_umt5_blocks
 
+pytestmark = pytest.mark.dist
 WORLDS = pytest.mark.parametrize("world", [2, slow(4)])
-LAYOUTS = pytest.mark.parametrize("layout", ["official", "diffusers"])
+LAYOUTS = pytest.mark.parametrize("layout", ["official", slow("diffusers")])
 CPU = torch.device("cpu")
 # Compute dtype, whether all weights are converted to it, and the dtypes of the parameters.
 PRECISIONS = (
@@ -93,7 +94,6 @@ def compare_dits(folder: Path) -> None:
         assert shares.item() == sum(p.numel() for p in unsharded.parameters())
 
 
-@pytest.mark.dist
 @LAYOUTS
 @WORLDS
 def test_dit_is_bit_equal(tiny, layout: str, world: int) -> None:
@@ -123,7 +123,6 @@ def compare_text_encoders(folder: Path) -> None:
         assert {p.dtype for p in network.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.dist
 @WORLDS
 @LAYOUTS
 def test_text_encoder_is_bit_equal(tiny, world: int, layout: str) -> None:
@@ -176,16 +175,14 @@ def check_resident_share(folder: Path) -> None:
         assert all(isinstance(p, DTensor) for p in network.parameters())
 
 
-@pytest.mark.dist
 def test_one_block_is_whole_at_a_time_and_none_between_calls(tiny) -> None:
     run_on_ranks(2, check_resident_share, tiny("t2v-1.3B"))
 
 
 def compare_uneven(folder: Path) -> None:
     context = torch.randn(5, 7, generator=torch.Generator().manual_seed(2))
-    for compute, convert_all, _ in PRECISIONS:
-        unsharded, sharded = (dit(folder, compute, convert_all, on) for on in (False, True))
-        assert torch.equal(velocity(sharded, 3.0, context), velocity(unsharded, 3.0, context))
+    unsharded, sharded = (dit(folder, torch.bfloat16, True, on) for on in (False, True))
+    assert torch.equal(velocity(sharded, 3.0, context), velocity(unsharded, 3.0, context))
     for parameter in sharded.parameters():
         rows = compute_row_range(parameter)
         assert parameter.to_local().shape[0] == rows.stop - rows.start
@@ -194,7 +191,6 @@ def compare_uneven(folder: Path) -> None:
     assert (narrow.start, narrow.stop) == (rank, min(rank + 1, 3))
 
 
-@pytest.mark.dist
 def test_rows_that_do_not_divide(tmp_path: Path) -> None:
     """dim 10 over 4 ranks is 3, 3, 3, 1; 3 rows leave the last rank none, 1 row all but one."""
     config = {"model_type": "t2v", "dim": 10, "ffn_dim": 3, "num_heads": 1, "num_layers": 2}
@@ -206,7 +202,7 @@ def test_rows_that_do_not_divide(tmp_path: Path) -> None:
 
 
 def layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(2048, 16384), nn.Linear(16384, 2048))
+    return nn.Sequential(nn.Linear(2048, 8192), nn.Linear(8192, 2048))
 
 
 def mapped_bytes(file: Path) -> int:
@@ -240,10 +236,9 @@ def read_share(file: Path) -> tuple[int, int]:
     return requested_bytes[0], resident_bytes
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_a_rank_reads_only_its_share(tmp_path: Path, suffix: str) -> None:
-    """128 MiB over 4 ranks. The system maps pages of up to 2 MiB, so two per tensor may be more."""
+    """64 MiB over 4 ranks. The system maps pages of up to 2 MiB, so two per tensor may be more."""
     file = tmp_path / f"weights{suffix}"
     with torch.device("meta"):
         parameters = dict(layers().named_parameters())
@@ -254,12 +249,7 @@ def test_a_rank_reads_only_its_share(tmp_path: Path, suffix: str) -> None:
     assert sum(requested_bytes for requested_bytes, _ in reads) == total
     for requested_bytes, resident_bytes in reads:
         assert requested_bytes == total // 4
-        assert (
-            requested_bytes
-            <= resident_bytes
-            <= requested_bytes + len(state) * (4 << 20)
-            < total // 2
-        )
+        assert requested_bytes <= resident_bytes <= requested_bytes + len(state) * (4 << 20)
 
 
 def shard_over_two_axes() -> str:
@@ -269,6 +259,5 @@ def shard_over_two_axes() -> str:
     return str(caught.value)
 
 
-@pytest.mark.dist
 def test_a_mesh_of_several_axes_is_refused() -> None:
     run_on_ranks(4, shard_over_two_axes)

@@ -6,9 +6,11 @@ is compared with the sparse one in one process.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,8 +52,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        f, h, w = self.grid
-        return f * h * w
+        return prod(self.grid)
 
     def model(self, attention: FAPowerCapAttention | None = None, **components: Any) -> WanModel:
         """Make the model, always with the same weights. components: fields of `ModelComponents`."""
@@ -241,6 +242,21 @@ def test_timesteps_of_single_tokens_follow_their_tokens() -> None:
         net([x], t, [context], job.tokens, step=step)[0] for net in (ordered, job.model())
     )
     torch.testing.assert_close(actual, dense, atol=2e-5, rtol=0)
+
+
+def test_the_token_order_of_the_last_grid_is_kept() -> None:
+    """A service makes videos of many sizes."""
+    orders = []
+
+    def reverse(grid: tuple[int, int, int]) -> Tensor:
+        order = torch.arange(prod(grid)).flip(0)
+        orders.append(weakref.ref(order))
+        return order
+
+    sequence, x = ShardedSequence(None, 1, reverse), torch.randn(1, 6, 2)
+    for grid in ((1, 2, 3), (1, 2, 3), (1, 3, 2), (1, 2, 3)):
+        assert torch.equal(sequence.permute(x, grid), x.flip(1))
+    assert [order() is None for order in orders] == [True, True, False]
 
 
 def test_sparse_ranks_predict_what_one_process_does() -> None:

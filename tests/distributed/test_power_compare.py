@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import slow
-from tests.dist import REPO, TORCHRUN, Ranks, make_rank_envs, run_on_ranks
+from tests.dist import REPO, Ranks, make_rank_envs, run_on_ranks
 from tests.distributed.topology import Topology, attention_layer
 from tests.pipelines import resolve_argv
 from tests.refusals import check_refusals
@@ -107,33 +104,6 @@ def test_two_ranks_refuse_once() -> None:
         assert planning.wait_for_exit() == [2, 0], planning.format_outputs()
     for ranks in (planning, refused):
         assert len(ranks.lines("wan.power: ")) == 1, ranks.format_outputs()
-
-
-@pytest.mark.parametrize(
-    ("program", "arguments", "prefix"),
-    [
-        slow(["-m", "wan.power"], "compare --out x -- --size 1*1", "wan.power: "),
-        slow(["-m", "wan.power"], "nothing", "wan.power: "),
-        slow([f"{REPO}/benchmarks/vae.py"], "--nothing", "vae.py: "),
-        slow([f"{REPO}/generate.py"], "--nothing", "generate.py: "),
-    ],
-)
-def test_programs_refuse_once_under_torchrun(
-    program: list[str], arguments: str, prefix: str, tmp_path: Path
-) -> None:
-    """Under the name of their program."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    process = subprocess.run(
-        [*torchrun, "--nproc_per_node=2", *program, *arguments.split()],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, **TORCHRUN},
-        timeout=300,
-    )
-    lines = process.stderr.splitlines()
-    sentences = [line for line in lines if re.match(r"(wan\.power|\w+\.py): ", line)]
-    assert len(sentences) == 1 and sentences[0].startswith(prefix), process.stderr
 
 
 def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
