@@ -11,11 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import wan
 from tests.dist import Ranks, make_rank_envs
-from tests.xfuser.ranks import ATTENTION_FUNCTION_REGISTRY, FLASH, MATH, flash_on_cpu, use_function
+from tests.xfuser.ranks import FLASH, flash_on_cpu, use_function
 from wan.cli import main as generate
-from wan.configs import WAN_CONFIGS
 
 QUICK = ["--size", "64*48", "--frame_num", "5", "--sample_steps", "2", "--base_seed", "7"]
 QUICK += ["--save_latents", "--device", "cpu"]
@@ -88,38 +86,6 @@ def test_a_whole_run(name: str, plain, tmp_path: Path) -> None:
     assert record["settings"]["attention_backend"] == backend
     assert record["used"]["kernel"].startswith(f"xfuser {backend.upper()} (")
     assert record["versions"]["xfuser"] == "0.7.0"
-
-
-@pytest.mark.dist
-def test_modes_give_the_same_latents(plain, tmp_path: Path) -> None:
-    """Bit for bit, through the command line: InsertComm, overlap and the baseline."""
-    arguments, _ = plain
-    results = []
-    for flags in (["--comm_type", "0"], ["--comm_type", "1"], ["--fa_alltoall_overlap"]):
-        out = tmp_path / f"{len(results)}.mp4"
-        argv = [*arguments, *flags, "--attention_backend", "sdpa_flash", "--precision", "bf16"]
-        with Ranks(make_rank_envs(2), run_with_lse, [*argv, "--save_file", str(out)]) as ranks:
-            assert ranks.wait_for_exit(180) == [0, 0], ranks.format_outputs()
-        results.append(latents(out))
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-
-
-def test_the_python_classes_take_it(tiny) -> None:
-    request = {"sampling_steps": 1, "size": (32, 32), "frame_num": 1, "seed": 7}
-    with use_function(MATH, ATTENTION_FUNCTION_REGISTRY[MATH]) as calls:
-        model = wan.WanT2V(
-            WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), device="cpu", attention_backend="sdpa_math"
-        )
-        assert model.generate("a", output_type="latent", **request).shape == (16, 1, 4, 4)
-    assert len(calls) > 1
-
-
-@pytest.mark.dist
-def test_ranks_refuse_together(tiny) -> None:
-    argv = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK, "--attention_backend", "sdpa_efficient"]
-    with Ranks(make_rank_envs(2), generate.main, argv) as ranks:
-        assert ranks.wait_for_exit() == [2, 2], ranks.format_outputs()
-    assert len(ranks.lines()) == 1 and "does not compute float32" in ranks.lines()[0]
 
 
 def run_with_lse_on_rank_0(argv: list[str]) -> int:

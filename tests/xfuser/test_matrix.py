@@ -1,32 +1,19 @@
 """xfuser's functions in every mode, ring and layout of ranks, against plain attention.
 
-With log-sum-exp a ring merges, without it gathers; the numbers of calls tell which.
+With log-sum-exp a ring merges, without it gathers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from tests.dist import run_on_ranks
-from tests.distributed.test_attention_matrix import (
-    HEAD_DIM,
-    Case,
-    compare_modes,
-    make_qkv_and_reference,
-)
-from tests.distributed.topology import (
-    ROWS,
-    Topology,
-    attention_layer,
-    collect_failures,
-    shard,
-    topologies,
-)
+from tests.distributed.test_attention_matrix import HEAD_DIM, Case, compare_modes
+from tests.distributed.topology import collect_failures, topologies
 from tests.xfuser.ranks import (
     ATTENTION_FUNCTION_REGISTRY,
     FLASH,
@@ -35,8 +22,6 @@ from tests.xfuser.ranks import (
     flash_on_cpu,
     use_function,
 )
-from wan.settings import attention_modes
-from wan.settings.attention_modes import TokenPlan
 
 pytestmark = pytest.mark.dist
 TOKENS = (67, 9)
@@ -78,33 +63,3 @@ def list_cases() -> list[tuple[Case, str]]:
 def test_modes(world: int) -> None:
     world_cases = [(case, backend) for case, backend in list_cases() if case[0].world == world]
     assert run_on_ranks(world, find_differences, world_cases) == [{}] * world
-
-
-def record_calls(
-    topology: Topology, mode: str, backend: str
-) -> tuple[list[tuple[int, ...]], float]:
-    """Return the query shapes of all calls of one layer, and its error."""
-    member, function, _ = FUNCTIONS[backend]
-    tokens, plan = 64, TokenPlan(64, topology.world)
-    global_qkv, expected, _ = make_qkv_and_reference(24, tokens, "float32")
-    with use_function(member, function) as call_shapes:
-        layer = attention_layer(topology, mode, build_kernel(backend, HEAD_DIM))
-        call_shapes.clear()
-        output = layer(*(shard(x, plan, 0) for x in global_qkv))
-    return call_shapes, float((output - shard(expected, plan, 0)).abs().max())
-
-
-def test_which_function_computes_and_how_often() -> None:
-    """One call per chunk and query block, times the number of ranks of a ring that merges."""
-    layouts = Topology(1, 1), Topology(2, 1), Topology(1, 2), Topology(2, 2, "bidirectional")
-    for topology, mode, backend in product(layouts, ROWS, FUNCTIONS):
-        row, ulysses = ROWS[mode], topology.ulysses
-        chunks = attention_modes.list_head_ranges(24, ulysses, row.chunks)
-        merged = topology.ring if FUNCTIONS[backend][2] else 1
-        heads = sorted((b - a) // ulysses for a, b in chunks for _ in range(row.blocks * merged))
-        for call_shapes, error in run_on_ranks(
-            topology.world, record_calls, topology, mode, backend
-        ):
-            case = topology, mode, backend
-            assert sorted(shape[1] for shape in call_shapes) == heads and error <= 2e-5, case
-            assert {shape[2] for shape in call_shapes} == {64 // topology.ring // row.blocks}, case
