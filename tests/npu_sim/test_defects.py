@@ -5,8 +5,12 @@ Legend: B batch, S all tokens, N heads, D head size.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -14,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist import run_on_ranks
+from tests.dist import REPO, run_on_ranks
 from tests.distributed.topology import Topology
 from tests.npu_sim import oracles
 from tests.npu_sim.latents import WAYS, build_run, make_arguments
@@ -25,6 +29,7 @@ from wan.kernels.forward_context import StepInfo
 from wan.modules.interfaces import TensorCall
 from wan.modules.model import WanModel
 from wan.settings.attention import Attention
+from wan.settings.attention_modes import TokenPlan
 
 pytestmark = pytest.mark.dist
 
@@ -102,3 +107,51 @@ def record_dense_steps_of_laser() -> set[str]:
 def test_dense_steps_before_rainfusion_use_the_selected_kernel() -> None:
     assert run_on_ranks(1, record_dense_steps_of_laser) == [{"mindiesd.la"}]
     # the fused kernel is tested in test_event_order
+
+
+@contextmanager
+def record_constructors(traced_calls: set[str]) -> Iterator[None]:
+    """Record constructor calls of wan and of streams, and reads of the environment by wan."""
+
+    def record_call(frame: FrameType, event: str, _: object) -> None:
+        code, caller = frame.f_code, frame.f_back
+        if event != "call":
+            return
+        file = Path(code.co_filename)
+        is_wan_code = file.is_relative_to(REPO / "wan") or file.name == "npu.py"
+        if is_wan_code and code.co_name == "__init__":
+            traced_calls.add(code.co_qualname)
+        is_called_by_wan = caller is not None and Path(caller.f_code.co_filename).is_relative_to(
+            REPO / "wan"
+        )
+        if is_called_by_wan and (
+            code.co_name == "getenv" or code.co_qualname.startswith("_Environ")
+        ):
+            traced_calls.add(f"{code.co_qualname} by {caller.f_code.co_qualname}")  # type: ignore[union-attr]
+
+    sys.setprofile(record_call)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def collect_constructors(name: str, mode: str) -> set[str]:
+    """Collect constructors in the second call of a layer; the first one may move rotations."""
+    kind, grid, second_calls = KINDS[name], (2, 16, 16), set()
+    kernels = parts_of(kind)
+    layer = make_layer(Topology(2, 2), mode, kernels)
+    plan = TokenPlan(prod(grid), 4, kind.attention.row_multiple(2))
+    local_qkv = [x[:, : plan.shard_len] for x in make_ordered_qkv(kernels, 4, grid)]
+    for constructors in (set(), second_calls):
+        with record_constructors(constructors):
+            layer(*local_qkv, valid_len=prod(grid), step=make_step_info(kind, grid), layer=0)
+    return second_calls
+
+
+@pytest.mark.parametrize("name", ["dense", "v3-fp8"])
+def test_a_call_makes_no_group_stream_or_kernel(name: str) -> None:
+    """A call makes only exchanges, send buffers and a merger; it reads no environment."""
+    constructors = {"PendingExchange.__init__", "PackedBuffer.__init__"}
+    constructors |= {"LseMerger.__init__"} if name == "dense" else set()
+    assert run_on_ranks(4, collect_constructors, name, "overlap") == [constructors] * 4
