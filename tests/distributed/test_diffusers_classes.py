@@ -15,7 +15,7 @@ from tests.dist import run_on_ranks
 from wan.diffusers import apply_cache_on_pipe, deparallelize, parallelize_pipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
-LIMIT, STEPS = 1e-4, 4
+LIMIT = 1e-4
 SETTINGS: dict[int, list[Settings]] = {
     1: [{}],
     2: [{"ulysses_size": 2}, {"ring_size": 2}],
@@ -29,19 +29,19 @@ LAYOUTS: dict[str, list[Settings]] = {  # by default, besides mode 1
     "modular image": [],
     "modular 2.2 image": [{"ulysses_size": 2}, {"cfg_size": 2}],
 }
-COMPLETE, SKIPPING = "steps:0,1,2,3", "steps:0,2"
-# Policy -> its settings; each skips some of four steps on one rank and on two.
+SKIPPING = "steps:0,2"
+# Policy -> its settings; each skips some of twelve steps.
 POLICIES: dict[str, Settings] = {
     "first_block": {"threshold": 100.0, "order": 1},
     "tea": {"coefficients": (1.0, 0.0), "threshold": 2.0},
-    "attention": {"start_step": 0, "attentioncache_interval": 2, "end_step": 3},
+    "attention": {"start_step": 1, "attentioncache_interval": 2, "end_step": 9},
     "cfg": {},
 }
 Call = tuple[Settings | None, str | None]
 """(settings of the ranks, or None without them; policy of a step cache)."""
 
 
-def run_case(name: str, calls: Sequence[Call]) -> list[Tensor]:
+def run_case(name: str, calls: Sequence[Call], steps: int) -> list[Tensor]:
     """On one rank, or without ranks: the latents of each call of one pipeline."""
     torch.set_num_threads(1)
     case, results = CASES[name](), []
@@ -50,18 +50,25 @@ def run_case(name: str, calls: Sequence[Call]) -> list[Tensor]:
             parallelize_pipe(case.pipe, **settings)
         if policy is not None:
             apply_cache_on_pipe(case.pipe, policy, force=True, **POLICIES.get(policy, {}))
-        results.append(case.make_latents(STEPS))
+        results.append(case.make_latents(steps))
         deparallelize(case.pipe)
     return results
 
 
-def check_case(name: str, policy: str, settings: Sequence[Settings], world: int = 2) -> None:
+def check_case(
+    name: str, policy: str, settings: Sequence[Settings], world: int = 2, steps: int = 4
+) -> None:
     """Compare without a cache, with one that skips nothing, and with one that skips steps."""
-    plain, skipping = run_case(name, [(None, None), (None, policy)])
+    plain, skipping = run_case(name, [(None, None), (None, policy)], steps)
     assert (skipping - plain).abs().max() > 10 * LIMIT
     first, *others = settings
-    calls: list[Call] = [(first, COMPLETE), (first, policy), *((other, None) for other in others)]
-    for complete, actual, *latents in run_on_ranks(world, run_case, name, calls):
+    complete_policy = f"steps:{','.join(map(str, range(steps)))}"
+    calls: list[Call] = [
+        (first, complete_policy),
+        (first, policy),
+        *((other, None) for other in others),
+    ]
+    for complete, actual, *latents in run_on_ranks(world, run_case, name, calls, steps):
         assert (actual - skipping).abs().max() <= LIMIT
         for result in (complete, *latents):
             assert (result - plain).abs().max() <= LIMIT
@@ -87,4 +94,4 @@ def test_all_layouts(name: str, world: int) -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_all_policies(policy: str) -> None:
     for name in ("video", "modular 2.2"):
-        check_case(name, policy, [{"comm_type": 1}])
+        check_case(name, policy, [{"comm_type": 1}], steps=12)
