@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.serve.jobs import Jobs
-from wan.serve import retries
+from wan.serve import journal_file, retries
 from wan.serve.service import Limits
 
 
@@ -27,8 +27,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New webhooks and uploads are looked for more often; `caplog` gets the package's log."""
+    """New webhooks and uploads are looked for more often; `caplog` gets the package's log.
+
+    The reserve of each journal is smaller than that of a service.
+    """
     monkeypatch.setattr(retries, "_POLL", 0.02)
+    monkeypatch.setattr(journal_file, "_RESERVE_BYTES", 1 << 16)
     monkeypatch.setattr(logging.getLogger("wan"), "propagate", True)
 
 
