@@ -32,18 +32,6 @@ async def test_a_page_goes_on_after_a_video_also_after_a_deleted_one(jobs: Jobs)
     assert (await jobs.request("/v1/videos?after=video_none"))[0] == 404
 
 
-async def test_an_estimate_has_a_constant_part(jobs: Jobs) -> None:
-    for steps, seconds in ((1, 12.0), (2, 14.0), (4, 18.0)):
-        name = await jobs.create({"num_inference_steps": steps})
-        jobs.complete(name, seconds)
-    long = jobs.service.find_job(await jobs.create({"num_inference_steps": 40}))
-    assert jobs.service.estimates.estimate_seconds(long) == pytest.approx(90)
-    last = jobs.service.find_job(await jobs.create())
-    assert jobs.service.estimates.estimate_wait(last) == pytest.approx(90)
-    jobs.service.delete(long)
-    assert jobs.service.estimates.estimate_wait(last) == pytest.approx(0)
-
-
 async def test_headers_that_http_requires(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path / "jobs", Limits(), "0123456789abcdef")
     bearer: dict[str, Any] = {"Authorization": "bearer 0123456789abcdef"}
