@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import openai
 import pytest
@@ -17,7 +18,7 @@ import uvicorn
 
 from tests.dist import REPO
 from tests.serve.bodies import FORM, make_data_url, make_form
-from tests.serve.jobs import PROMPT, Jobs, begin_request, running
+from tests.serve.jobs import PROMPT, Jobs, begin_request, running, wait_until
 from wan.serve.service import Limits
 
 
@@ -117,9 +118,8 @@ async def test_the_example_of_the_documentation(
         async with serving(jobs) as url:
             example = example.replace("http://127.0.0.1:8000/v1", url)
             running_example = asyncio.create_task(asyncio.to_thread(exec, example, {}))
-            while not (waiting := jobs.service.journal.list_in_state("queued")):
-                await asyncio.sleep(0.01)
-            jobs.complete(waiting[0].id)
+            await wait_until(lambda: jobs.service.journal.list_in_state("queued"))
+            jobs.complete(jobs.service.journal.list_in_state("queued")[0].id)
             await running_example
     assert (tmp_path / "video.mp4").read_bytes() == b"video"
     assert [str(warning.message) for warning in caught if "Sora" in str(warning.message)] == []
@@ -139,7 +139,8 @@ async def test_openais_client(jobs: Jobs) -> None:
         remix = await client.videos.remix(video.id, prompt="it grows")
         assert remix.remixed_from_video_id == video.id and remix.seed == 7
         polling = asyncio.create_task(client.videos.poll(video.id, poll_interval_ms=10))
-        await asyncio.sleep(0.05)
+        with mock.patch.object(jobs.service, "find_job", wraps=jobs.service.find_job) as find:
+            await wait_until(lambda: find.call_count > 1)
         jobs.complete(video.id)
         completed = await polling
         expected = ("completed", 100, None)

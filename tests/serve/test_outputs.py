@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.serve.bodies import FORM, make_form
-from tests.serve.jobs import PROMPT, Jobs
+from tests.serve.jobs import PROMPT, Jobs, wait_for_text
 from tests.serve.test_journal import RECORD, write_finished_video
 from wan.serve.service import Limits
 
@@ -98,8 +98,9 @@ async def test_events_of_each_video(jobs: Jobs) -> None:
     name = await jobs.create({"n": 2})
     ranks = jobs.start_idle_ranks()
     jobs.complete(ranks.job_groups[-1][0]["job"])
-    stream = asyncio.create_task(jobs.request(f"/v1/videos/{name}/events"))
-    await asyncio.sleep(0.02)
+    messages: list[Any] = []
+    stream = asyncio.create_task(jobs.request(f"/v1/videos/{name}/events", messages=messages))
+    await wait_for_text(messages, b"event: stage")
     jobs.complete(ranks.job_groups[-1][0]["job"])
     _, _, text = await stream
     events = [line for line in text.decode().splitlines() if '"completed": 1' in line]

@@ -13,12 +13,13 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import openai
 import pytest
 
 from tests.refusals import check_refusals
-from tests.serve.jobs import Jobs, running
+from tests.serve.jobs import Jobs, running, wait_until
 from tests.serve.receiver import Receiver
 from wan.serve import retries, webhooks
 from wan.serve.service import Limits
@@ -65,8 +66,7 @@ async def delivering(jobs: Jobs, allowed: WebhookHosts = LOCAL) -> Any:
 
 
 async def wait_until_delivered(jobs: Jobs) -> None:
-    while jobs.service.journal.count_tasks("webhook"):
-        await asyncio.sleep(0.02)
+    await wait_until(lambda: not jobs.service.journal.count_tasks("webhook"))
 
 
 def test_fields() -> None:
@@ -175,8 +175,7 @@ async def test_events_after_a_restart(tmp_path: Path, receiver: Receiver) -> Non
     async with delivering(jobs):
         for name in names[:3]:
             jobs.complete(name)
-        while not receiver.received:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: receiver.received)
     for name in names[3:]:
         jobs.complete(name)
     assert await jobs.service.journal.save()
@@ -194,7 +193,9 @@ async def test_events_after_a_restart(tmp_path: Path, receiver: Receiver) -> Non
         assert kinds == ["video.completed", *deleted]
 
 
-async def test_only_recorded_ends_are_sent(tmp_path: Path, receiver: Receiver) -> None:
+async def test_only_recorded_ends_are_sent(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A service that is killed and restarted would contradict an end that is not on disk."""
     jobs = make_jobs(tmp_path / "jobs")
     name = await jobs.create({"webhook_url": receiver.url})
@@ -202,8 +203,11 @@ async def test_only_recorded_ends_are_sent(tmp_path: Path, receiver: Receiver) -
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
         jobs.complete(name)
+        save = mock.AsyncMock(wraps=jobs.service.journal.save)
+        monkeypatch.setattr(jobs.service.journal, "save", save)
         async with delivering(jobs):
-            await asyncio.sleep(0.2)
+            await wait_until(lambda: save.called)  # the delivery waits for the journal
+            await asyncio.sleep(0)
             assert receiver.received == []
             jobs.service.delete(jobs.service.find_job(name))
             other.execute("ROLLBACK")
@@ -219,8 +223,7 @@ async def test_names_are_resolved_at_each_delivery(
     name = await jobs.create({"webhook_url": receiver.url})
     jobs.complete(name)
     async with delivering(jobs, hosts("localhost", "*")) as attempts:
-        while len(attempts) < 2:
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: len(attempts) > 1)
         monkeypatch.setattr(webhooks, "GIVE_UP_SECONDS", 0.0)
         await wait_until_delivered(jobs)
     assert receiver.received == [] and {*attempts[:-1]} == {"repeated"}
@@ -252,11 +255,9 @@ async def test_a_slow_receiver_delays_no_other(
     for url in urls:
         jobs.complete(await jobs.create({"webhook_url": url}))
     async with delivering(jobs) as attempts:
-        while not receiver.received:
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: receiver.received)
         assert "repeated" not in attempts
-        while "repeated" not in attempts:
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: "repeated" in attempts)
     silent.close()
 
 
@@ -340,8 +341,7 @@ async def test_one_forbidden_address_refuses_all(
     url = f"http://hook.example:{receiver.server_port}/"
     jobs.complete(await jobs.create({"webhook_url": url}))
     async with delivering(jobs, allowed) as attempts:
-        while not attempts:
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: attempts)
     assert (attempts, receiver.received) == (["repeated"], [])
 
 
@@ -368,8 +368,7 @@ async def test_a_slow_receiver_with_many_names(
         jobs.complete(await jobs.create({"webhook_url": f"http://{name}:{port}/"}))
     jobs.complete(await jobs.create({"webhook_url": receiver.url}))
     async with delivering(jobs, allowed) as attempts:
-        while len(opened) < 4 or not attempts:
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: len(opened) > 3 and attempts)
         assert (len(opened), attempts) == (4, ["delivered"])
     silent.close()
 
@@ -397,11 +396,9 @@ async def test_a_clock_that_is_set_gives_nothing_up(
     monkeypatch.setattr(time, "time", lambda: real() + 9 * 86400)
     receiver.statuses = iter([500] * 4)
     async with delivering(jobs) as attempts:
-        while len(attempts) < 2:
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: len(attempts) > 1)
     async with delivering(make_jobs(tmp_path / "jobs")) as later_attempts:
-        while len(later_attempts) < 2:
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: len(later_attempts) > 1)
     assert {*attempts} == {"repeated"} and later_attempts[0] == "repeated"
 
 
@@ -444,9 +441,7 @@ async def test_tasks_of_a_group() -> None:
     )
 
     async def wait_for(*names: str) -> None:
-        async with asyncio.timeout(10):
-            while sorted(running_ids) != sorted(names):
-                await asyncio.sleep(0)
+        await wait_until(lambda: sorted(running_ids) == sorted(names))
 
     for name in ("a1", "a2", "a3", "b1", "b2", "b3", "c1"):
         index.update(name, True)
