@@ -73,7 +73,8 @@ class Jobs:
         **guards: Any,
     ) -> None:
         """Opens the service. guards: Further arguments of `wan.serve.app.make_app`."""
-        argv = ["--size", "64*64", "--frame_num", "5", "--sample_steps", "2", *flags]
+        frames = ["--infer_frames", "4"] if "s2v-14B" in flags else ["--frame_num", "5"]
+        argv = ["--size", "64*64", *frames, "--sample_steps", "2", *flags]
         argv += ["--ulysses_size", str(ranks)]
         folder.mkdir(exist_ok=True)
         env.simulate_ranks(ranks)
