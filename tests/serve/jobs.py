@@ -265,6 +265,13 @@ async def wait_until(condition: Callable[[], object], seconds: float = 30) -> No
             await asyncio.sleep(0.005)
 
 
+async def run_due_timers() -> None:
+    """Waits until the timers of the event loop have run that are due now."""
+    ended = asyncio.Event()
+    asyncio.get_running_loop().call_later(0, ended.set)
+    await ended.wait()
+
+
 @asynccontextmanager
 async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Runs a coroutine in the background, and cancels it at the end."""

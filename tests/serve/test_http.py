@@ -26,7 +26,7 @@ async def test_a_page_goes_on_after_a_video_also_after_a_deleted_one(jobs: Jobs)
     ids = [await jobs.create() for _ in range(3)]
     page = (await jobs.request(f"/v1/videos?after={ids[0]}&order=asc"))[2]
     assert [video["id"] for video in page["data"]] == ids[1:]
-    await jobs.request(f"/v1/videos/{ids[1]}", method="DELETE")
+    await jobs.delete(ids[1])
     for order, expected in (("desc", ids[0]), ("asc", ids[2])):
         page = (await jobs.request(f"/v1/videos?after={ids[1]}&order={order}"))[2]
         assert [video["id"] for video in page["data"]] == [expected]

@@ -20,7 +20,7 @@ import pytest
 
 from tests.dist import REPO
 from tests.refusals import check_refusals
-from tests.serve.jobs import PROMPT, Jobs, begin_request, running, wait_until
+from tests.serve.jobs import PROMPT, Jobs, begin_request, run_due_timers, running, wait_until
 from wan.serve import waiters
 from wan.serve.journal import ServiceJob
 from wan.serve.repeats import hash_request
@@ -101,13 +101,6 @@ async def test_a_disconnect_cancels_unless_another_client_has_the_id(
     states = await asyncio.gather(*[leave_after(*case) for case in cases])
     expected = {case: "queued" if case[1] else "deleted" for case in cases}
     assert dict(zip(cases, states, strict=True)) == expected
-
-
-async def run_due_timers() -> None:
-    """Waits until the timers of the event loop have run that are due now."""
-    ended = asyncio.Event()
-    asyncio.get_running_loop().call_later(0, ended.set)
-    await ended.wait()
 
 
 GRACES: dict[str, tuple[tuple[float | None, ...], list[str]]] = {

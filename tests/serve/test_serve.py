@@ -19,7 +19,6 @@ from typing import Any
 import imageio
 import numpy as np
 import pytest
-from PIL import Image
 
 from tests.conftest import slow
 from tests.dist import REPO, TORCHRUN, free_port
@@ -32,7 +31,6 @@ from tests.serve.serving import (
     open_connection,
     read_frames,
 )
-from tests.tasks.tasks import write_moving_box
 
 pytestmark = [
     pytest.mark.dist,
@@ -194,54 +192,6 @@ def test_a_killed_front(served: ServiceProcess) -> None:
     assert (resumed["status"], resumed["attempt"]) == ("completed", 2)
     assert first.stat().st_mtime_ns == written and resumed["steps"] == [40, 40]
     assert served.wait_for_video(waiting)["status"] == "completed"
-
-
-@pytest.mark.slow
-def test_a_video_its_mask_and_several_pictures(tmp_path: Path) -> None:
-    """As a form, as data URLs, and by generate.py; a second attempt reads the same files."""
-    names = ("v.mp4", "m.mp4", "a.png", "b.png")
-    for name in names[:2]:
-        write_moving_box(tmp_path / name)
-    for name, colour in (("a.png", "red"), ("b.png", "blue")):
-        Image.new("RGB", (40, 30), colour).save(tmp_path / name)
-    files = {name: (tmp_path / name).read_bytes() for name in names}
-    urls = {
-        name: f"data:application/octet-stream;base64,{base64.b64encode(x).decode()}"
-        for name, x in files.items()
-    }
-    more = {"prompt": PROMPT, "num_frames": 5, "num_inference_steps": 2, "seed": 1}
-    flags = ["--task", "vace-1.3B", "--size", "64*48"]
-
-    def make_inputs(contents: dict[str, Any], pictures: list[Any]) -> dict[str, Any]:
-        return {
-            "src_video": contents["v.mp4"],
-            "src_mask": contents["m.mp4"],
-            "src_ref_images": pictures,
-        }
-
-    with ServiceProcess(tmp_path / "jobs", 2, flags=flags) as served:
-        form = {name: str(value) for name, value in more.items()}
-        both = [files["a.png"], files["b.png"]]
-        bodies = [form | make_inputs(files, both), form | make_inputs(files, both[:1])]
-        answers = [served.request_form("/v1/videos", body) for body in bodies]
-        assert [status for status, _, _ in answers] == [200, 200], answers
-        ids = [answer["id"] for _, _, answer in answers]
-        pictures = [urls["a.png"], {"image_url": urls["b.png"]}]
-        ids.append(served.request("/v1/videos", more | make_inputs(urls, pictures))[2]["id"])
-        ids.append(served.client().videos.remix(ids[0], prompt=PROMPT).id)
-        assert [served.wait_for_video(item)["status"] for item in ids] == ["completed"] * 4
-        named = f"{tmp_path / 'a.png'},{tmp_path / 'b.png'}"
-        call = [*GENERATE_ARGS, *flags, "--src_ref_images", named, "--ulysses_size", 1]
-        call[call.index("--base_seed") + 1] = 1
-        call += ["--src_video", tmp_path / "v.mp4", "--src_mask", tmp_path / "m.mp4"]
-        expected = generate_frames(tmp_path / "own.mp4", *call, ranks=1)
-        results = [read_frames(served.folder / "jobs" / item / "video.mp4") for item in ids]
-        same = [(item == expected).all() for item in results]
-        assert same == [True, False, True, True]
-        status, _, refused = served.request_form(
-            "/v1/videos", form | make_inputs(files, [b"x" * 99])
-        )
-        assert status == 400 and "the uploaded src_ref_images" in refused["error"]["message"]
 
 
 @contextmanager

@@ -147,7 +147,7 @@ async def test_events_are_signed_and_repeated(tmp_path: Path, receiver: Receiver
         jobs.handle_rank_message("failed", job=names[1], code="out_of_memory", message="Full.")
         await wait_until_delivered(jobs)
         for name in names:
-            await jobs.request(f"/v1/videos/{name}", method="DELETE")
+            await jobs.delete(name)
         await wait_until_delivered(jobs)
     events = receiver.list_events()
     assert events[:5] == [("video.completed", names[0])] * 4 + [("video.failed", names[1])]
@@ -184,7 +184,7 @@ async def test_events_after_a_restart(tmp_path: Path, receiver: Receiver) -> Non
     async with delivering(restarted):
         await wait_until_delivered(restarted)
         for name in names[::2]:
-            await restarted.request(f"/v1/videos/{name}", method="DELETE")
+            await restarted.delete(name)
         await wait_until_delivered(restarted)
     events = receiver.list_events()
     for name in names:
@@ -238,7 +238,7 @@ async def test_a_receiver_that_is_gone(tmp_path: Path, receiver: Receiver) -> No
     receiver.statuses = iter((404, 410))
     async with delivering(jobs) as attempts:
         await wait_until_delivered(jobs)
-        await jobs.request(f"/v1/videos/{name}", method="DELETE")  # a further event
+        await jobs.delete(name)  # a further event
         await wait_until_delivered(jobs)
     assert attempts == ["repeated", "given_up", "delivered"]
     assert receiver.list_events(only_accepted=True) == [("video.deleted", name)]
@@ -402,26 +402,43 @@ async def test_a_clock_that_is_set_gives_nothing_up(
     assert {*attempts} == {"repeated"} and later_attempts[0] == "repeated"
 
 
-async def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pauses between attempts are 1, 2, 4, ... seconds, up to the longest, and a bit less."""
-    now, moments = 0.0, []
+PAUSES: dict[str, tuple[str, list[int]]] = {
+    # attempts (f: fails, p: is postponed, d: is done), and the longest pauses after each
+    "doubled, up to the longest": ("fffffff", [1, 2, 4, 8, 9, 9]),
+    "postponed": ("ppppppfp", [1, 2, 4, 8, 8, 8, 1]),
+    "from the start after a success": ("fffdff", [1, 2, 4, 0, 1]),
+}
+
+
+@pytest.mark.parametrize("part", [0.0, 1.0], ids=["shortest", "longest"])
+@pytest.mark.parametrize("case", PAUSES)
+async def test_pauses_grow(case: str, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In seconds; half of each pause is random."""
+    attempts, longest = PAUSES[case]
+    now, moments = 0.0, list[float]()
+
+    def uniform(low: float, high: float) -> float:
+        return low + part * (high - low)
+
+    async def perform(_: str) -> bool:
+        kind = attempts[len(moments)] if len(moments) < len(attempts) else "f"
+        moments.append(now)
+        if kind == "p":
+            raise retries.PostponedError
+        return kind == "d"
+
     monkeypatch.setattr(retries, "_POLL", 0.0)
     monkeypatch.setattr(retries, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(retries, "random", SimpleNamespace(uniform=lambda _, high: high))
-
-    async def fail(_: str) -> bool:
-        moments.append(round(now, 1))
-        return False
-
+    monkeypatch.setattr(retries, "random", SimpleNamespace(uniform=uniform))
     tasks = retries.TaskIndex()
     tasks.update("a", True)
-    queue = retries.RetryQueue(tasks, fail, max_running=1, max_per_group=1, longest=9)
+    queue = retries.RetryQueue(tasks, perform, max_running=1, max_per_group=1, longest=9)
     async with running(queue.run()):
-        while len(moments) < 7:
+        while len(moments) < len(attempts):
             await asyncio.sleep(0)
             now += 0.01
-    pauses = [round(later - moment) for moment, later in pairwise(moments)]
-    assert pauses == [1, 2, 4, 8, 9, 9]
+    pauses = [later - moment for moment, later in pairwise(moments)]
+    assert pauses == pytest.approx([pause * (0.5 + part / 2) for pause in longest], abs=0.1)
 
 
 async def test_tasks_of_a_group() -> None:
