@@ -112,7 +112,7 @@ def test_videos_of_batches(
     front.cancelled.add("b")
     together = [("a", "x", 1), ("b", "x", 2), ("c", "x", 3)]
     lone = [[(name, prompt, 3)] for name, prompt in zip("defgh", "xyzxz", strict=True)]
-    serve_commands(tmp_path, front, together, *lone, size=(32, 16))
+    serve_commands(tmp_path, front, together, *lone, frame_num=1)
     ends = {item["job"]: item for item in front.messages if item["is"] in ("done", "failed")}
     assert {name: end["is"] for name, end in ends.items()} == {
         **dict.fromkeys("acdefgh", "done"),

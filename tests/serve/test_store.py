@@ -97,6 +97,7 @@ def read_parts(status: int, headers: dict[str, str], content: bytes) -> list[tup
     return [(str(part["content-range"]), part.get_payload(decode=True)) for part in parts]
 
 
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
 async def test_several_videos_of_a_job_and_a_lost_journal(tmp_path: Path, url: str) -> None:
     """Without the journal they are found by the local records."""
     jobs = make_jobs(tmp_path, url)
