@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 from urllib.parse import urlencode
 
 import pytest
@@ -62,16 +63,13 @@ class Session:
             for start in range(0, len(content), size):
                 yield content[start : start + size]
 
-        async def read() -> bytes:
-            return content
-
-        async def parse() -> Any:
-            return json.loads(content)
-
         del answer_headers["content-length"]
-        stream = SimpleNamespace(iter_chunked=iterate)
         return SimpleNamespace(
-            status=status, headers=answer_headers, content=stream, read=read, json=parse
+            status=status,
+            headers=answer_headers,
+            content=SimpleNamespace(iter_chunked=iterate),
+            read=AsyncMock(return_value=content),
+            json=AsyncMock(side_effect=lambda: json.loads(content)),
         )
 
     @asynccontextmanager
