@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.serve.jobs import Jobs
+from tests.serve.receiver import Receiver
 from wan.app import resolve
 from wan.serve import journal_file, retries
 from wan.serve.service import Limits
@@ -46,3 +48,12 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def jobs(tmp_path: Path) -> Jobs:
     """A service whose ranks make one video at a time."""
     return Jobs(tmp_path / "jobs", Limits(batch_size=1))
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    """A receiver of webhooks."""
+    server = Receiver()
+    yield server
+    server.shutdown()
+    server.server_close()

@@ -9,11 +9,14 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Awaitable
+from asyncio import events
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import fsspec
 import pytest
@@ -21,7 +24,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tests.serve.bodies import FORM, make_form
 from tests.serve.jobs import Jobs, running, wait_until
-from tests.serve.loop_time import measuring_callbacks
 from tests.serve.receiver import Receiver
 from tests.serve.test_webhooks import LOCAL
 from wan.serve.service import Limits
@@ -31,6 +33,24 @@ from wan.serve.webhooks import Webhooks
 LIMIT = 0.04
 """CPU seconds of a callback: twice as many as allowed, as a busy machine may be slower."""
 MB = 1_000_000
+
+
+@contextmanager
+def measuring_callbacks() -> Iterator[list[float]]:
+    """Yields a list that gets the CPU seconds of each callback of the running event loop.
+
+    CPU time of the thread, not time of day: other processes of a busy machine do not count.
+    """
+    seconds: list[float] = []
+    run = events.Handle._run
+
+    def measured(handle: events.Handle) -> None:
+        start = time.thread_time()
+        run(handle)
+        seconds.append(time.thread_time() - start)
+
+    with mock.patch.object(events.Handle, "_run", measured):
+        yield seconds
 
 
 async def measure_longest(work: Awaitable[Any]) -> float:
@@ -121,14 +141,13 @@ def keep_uploads(uploads: list[bytes]) -> Any:
     return create
 
 
-async def test_many_waiting_events(tmp_path: Path) -> None:
+async def test_many_waiting_events(tmp_path: Path, receiver: Receiver) -> None:
     """Of a receiver that does not answer; those of another one are delivered meanwhile."""
     jobs = Jobs(tmp_path / "jobs", Limits(webhook_hosts=LOCAL))
     silent = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
     url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/"
     name = await jobs.create({"webhook_url": url, "prompt": "x" * 10_000})
     add_jobs(jobs, name, 4000)
-    receiver = Receiver()
     sender = Webhooks(jobs.service, b"x" * 16, LOCAL)
     jobs.service.journal.update_ended(f"video_{3999:024x}", webhook_url=receiver.url)
 
@@ -137,8 +156,6 @@ async def test_many_waiting_events(tmp_path: Path) -> None:
         assert await measure_longest(wait_until(lambda: receiver.received)) < LIMIT
         assert await measure_longest(asyncio.sleep(0.3)) < LIMIT
     silent.close()
-    receiver.shutdown()
-    receiver.server_close()
 
 
 async def test_many_expired_videos(tmp_path: Path) -> None:
@@ -231,7 +248,9 @@ async def test_a_store_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     await wait_until(lambda: threading.active_count() <= num_threads + 2)
 
 
-async def test_a_resolver_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_resolver_that_hangs(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Deliveries to one name share a thread; those to others go on."""
     answers, resolve = threading.Event(), socket.getaddrinfo
 
@@ -242,7 +261,6 @@ async def test_a_resolver_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("wan.serve.webhooks.SEND_SECONDS", 0.05)
     jobs = Jobs(tmp_path / "jobs", Limits(webhook_hosts=LOCAL))
-    receiver = Receiver()
     name = await jobs.create({"webhook_url": receiver.url})
     names = add_jobs(jobs, name, 50)
     url = receiver.url.replace("localhost", "127.0.0.1")
@@ -256,5 +274,3 @@ async def test_a_resolver_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyP
         await wait_until(lambda: attempts.count("repeated") > 19 and "delivered" in attempts)
         assert threading.active_count() - num_threads < 5
         answers.set()
-    receiver.shutdown()
-    receiver.server_close()

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.jobs import Jobs
+from tests.serve.jobs import Jobs, wait_until
 from wan.serve import group, monitor
 from wan.serve.journal import MAX_ATTEMPTS
 from wan.serve.service import Limits
@@ -129,13 +129,6 @@ def is_alive(pid: int) -> bool:
         return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-
-
-async def wait_until(whether: Callable[[], object], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not whether():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
 
 
 async def wait_for_end(jobs: Jobs, name: str) -> tuple[str, str | None, int]:
