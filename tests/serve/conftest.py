@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.serve.jobs import Jobs
-from wan.serve import retries
+from tests.serve.receiver import Receiver
+from wan.app import resolve
+from wan.serve import journal_file, retries
 from wan.serve.service import Limits
+
+inspect_checkpoint = cache(resolve.inspect_checkpoint)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -27,8 +33,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New webhooks and uploads are looked for more often; `caplog` gets the package's log."""
+    """New webhooks and uploads are looked for more often; `caplog` gets the package's log.
+
+    The reserve of each journal is smaller than that of a service, and the headers of a checkpoint
+    are read once.
+    """
+    monkeypatch.setattr(resolve, "inspect_checkpoint", inspect_checkpoint)
     monkeypatch.setattr(retries, "_POLL", 0.02)
+    monkeypatch.setattr(journal_file, "_RESERVE_BYTES", 1 << 16)
     monkeypatch.setattr(logging.getLogger("wan"), "propagate", True)
 
 
@@ -36,3 +48,12 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def jobs(tmp_path: Path) -> Jobs:
     """A service whose ranks make one video at a time."""
     return Jobs(tmp_path / "jobs", Limits(batch_size=1))
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    """A receiver of webhooks."""
+    server = Receiver()
+    yield server
+    server.shutdown()
+    server.server_close()

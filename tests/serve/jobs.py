@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp, Message
 
+from wan.app.run import Run
 from wan.serve import __main__ as command
 from wan.serve import app
 from wan.serve.batches import parse_output_id
 from wan.serve.metrics import Metrics
 from wan.serve.service import Limits, Service
+from wan.utils import env
 
 PROMPT = "a red star"
+
+
+@cache
+def resolve_service(*flags: str, ranks: int = 1) -> tuple[Run, dict[str, Any]]:
+    """Returns the run of a service with some flags, and its settings; reads the weights once."""
+    return command._resolve_service_run(flags, Path("videos"), ranks, 1)
 
 
 class IdleRanks:
@@ -64,18 +73,20 @@ class Jobs:
         **guards: Any,
     ) -> None:
         """Opens the service. guards: Further arguments of `wan.serve.app.make_app`."""
-        argv = ["--size", "64*64", "--frame_num", "5", "--sample_steps", "2", *flags]
+        frames = ["--infer_frames", "4"] if "s2v-14B" in flags else ["--frame_num", "5"]
+        argv = ["--size", "64*64", *frames, "--sample_steps", "2", *flags]
         argv += ["--ulysses_size", str(ranks)]
         folder.mkdir(exist_ok=True)
-        run, settings = command._resolve_service_run(argv, folder, ranks, 1)
-        self.folder = folder
+        env.simulate_ranks(ranks)
+        run, settings = resolve_service(*argv, ranks=ranks)
+        self.folder, self._flags, self._ranks = folder, flags, ranks
         metrics = Metrics()
         service_kwargs: dict[str, Any] = {
             "limits": limits or Limits(),
             "on_event": metrics.count_event,
             "model_names": model_names,
         }
-        self.service = Service(settings, run, folder, ranks, **service_kwargs)
+        self.service = Service({**settings}, run, folder, ranks, **service_kwargs)
         self.app: ASGIApp = app.make_app(
             self.service, metrics, host="localhost", api_key=key, **guards
         )
@@ -152,6 +163,29 @@ class Jobs:
         assert status == 200, video
         return str(video["id"])
 
+    async def refuse(self, fields: Mapping[str, Any], status: int = 400, **headers: Any) -> Any:
+        """Requests a video, which the service must refuse; returns the error."""
+        body = {"prompt": PROMPT} | dict(fields)
+        answered, _, answer = await self.request("/v1/videos", body, **headers)
+        assert answered == status, answer
+        return answer["error"]
+
+    async def delete(self, name: str) -> int:
+        """Deletes a job; returns the status of the answer."""
+        return (await self.request(f"/v1/videos/{name}", method="DELETE"))[0]
+
+    async def remix(self, name: str, prompt: str = "a blue star", **headers: Any) -> dict[str, Any]:
+        """Queues a remix of a video and returns its video object."""
+        path = f"/v1/videos/{name}/remix"
+        status, _, video = await self.request(path, {"prompt": prompt}, **headers)
+        assert status == 200, video
+        return dict(video)
+
+    def restart(self, limits: Limits | None = None) -> Jobs:
+        """Returns the service after another start; the journal is as written before a kill."""
+        self.service.journal.close()
+        return Jobs(self.folder, limits or self.service.limits, None, self._flags, self._ranks)
+
     async def get_video(self, name: str) -> dict[str, Any]:
         """Returns the video object of a job."""
         status, _, video = await self.request(f"/v1/videos/{name}")
@@ -207,8 +241,9 @@ class Jobs:
 
 async def wait_for_text(messages: list[Message], text: bytes, count: int = 1) -> None:
     """Waits until an answer that is not complete contains a text so many times."""
-    while b"".join(message.get("body", b"") for message in messages).count(text) < count:
-        await asyncio.sleep(0.005)
+    await wait_until(
+        lambda: b"".join(part.get("body", b"") for part in messages).count(text) >= count
+    )
 
 
 async def begin_request(
@@ -218,10 +253,23 @@ async def begin_request(
     disconnected, body = asyncio.Event(), {"prompt": PROMPT, **fields}
     request = jobs.request(path, body, None, disconnected, None, {}, None, **headers)
     task = asyncio.create_task(request)
-    while not (waiting := jobs.service.journal.list_in_state("queued")):
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.02)
-    return waiting[-1].id, disconnected, task
+    journal = jobs.service.journal
+    await wait_until(lambda: journal.list_in_state("queued"))
+    return journal.list_in_state("queued")[-1].id, disconnected, task
+
+
+async def wait_until(condition: Callable[[], object], seconds: float = 30) -> None:
+    """Waits until a condition holds."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def run_due_timers() -> None:
+    """Waits until the timers of the event loop have run that are due now."""
+    ended = asyncio.Event()
+    asyncio.get_running_loop().call_later(0, ended.set)
+    await ended.wait()
 
 
 @asynccontextmanager

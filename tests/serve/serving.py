@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ import numpy as np
 
 from tests.dist import TORCHRUN, Ranks, free_port, make_rank_envs
 from tests.frames import read_frames
-from tests.serve.bodies import FORM, make_form
 from wan.cli.main import main
 
 try:
@@ -230,10 +229,6 @@ class ServiceProcess:
         content = answer.read()
         is_json = answer.headers.get_content_type() == "application/json"
         return answer.status, answer.headers, json.loads(content) if is_json else content
-
-    def request_form(self, path: str, fields: Mapping[str, Any]) -> tuple[int, Any, Any]:
-        """Sends a form; values are texts, bytes (sent as files), or lists of them."""
-        return self.request(path, make_form(fields), Content_Type=FORM)
 
     def health(self) -> dict[str, Any]:
         """Returns the answer of /health, or {} if the service does not answer."""

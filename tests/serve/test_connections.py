@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-import socket
 import subprocess
 import sys
 import threading
@@ -39,12 +38,13 @@ class Work(threading.Event):
 
     num_requests = 0
 
-    def wait_for(self, count: int) -> None:
-        """Waits until /work has received `count` requests."""
-        deadline = time.monotonic() + 10
-        while self.num_requests < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Waits until a condition holds."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def make_application(stop: Work) -> Starlette:
@@ -94,8 +94,7 @@ def start(done: Work, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         thread = threading.Thread(target=server.run, args=(sockets,))
         thread.start()
         servers.append((server, thread))
-        while not server.started:
-            time.sleep(0.01)
+        wait_until(lambda: server.started)
         return int(sockets[0].getsockname()[1])
 
     yield start_server
@@ -167,7 +166,7 @@ def upload_slowly(port: int) -> bytes:
 def read_late(port: int) -> int:
     """Returns the received bytes of a large answer that is read too late."""
     with open_connection(port, GET.replace(b"health", b"big")) as client:
-        time.sleep(UNREAD + 0.6)
+        time.sleep(UNREAD + 0.6)  # longer than the limit
         return len(receive_all(client))
 
 
@@ -205,7 +204,7 @@ def test_requests_that_follow_each_other(start: Start) -> None:
             response = b""
             while response.count(b"\r\n\r\nok") < number:
                 response += client.recv(1 << 16)
-            time.sleep(HEADER / 2)
+            time.sleep(HEADER / 2)  # shorter than the limits
         began = time.monotonic()
         assert receive_all(client) == b"" and time.monotonic() - began < LATE
 
@@ -225,47 +224,31 @@ def test_silent_connections_keep_nobody_out(start: Start, clients: ExitStack) ->
         assert time.monotonic() - began < 1
 
 
-def start_requests(port: int, count: int, done: Work, clients: ExitStack) -> list[socket.socket]:
-    """Returns connections whose requests are in progress."""
-    request = GET.replace(b"health", b"work")
-    working = [clients.enter_context(open_connection(port, request)) for _ in range(count)]
-    done.wait_for(count)
-    return working
-
-
-def end_work(working: list[socket.socket], done: Work) -> None:
-    """Ends the work; all waiting clients must receive the answer."""
+def test_work_is_never_closed_for_others(start: Start, done: Work, clients: ExitStack) -> None:
+    """Idle clients displace only each other; when all connections work, others are turned away."""
+    port, request = start(12), GET.replace(b"health", b"work")
+    working = [clients.enter_context(open_connection(port, request)) for _ in range(8)]
+    wait_until(lambda: done.num_requests == 8)
+    for _ in range(40):
+        clients.enter_context(open_connection(port))
+    assert b" 200 OK" in fetch_answer(port)
+    port = start(8)
+    working += [clients.enter_context(open_connection(port, request)) for _ in range(8)]
+    wait_until(lambda: done.num_requests == 16)
+    with open_connection(port, GET) as more:
+        assert b" 200 OK" not in receive_all(more)
     done.set()
     for client in working:
         client.settimeout(LATE)
         assert b"done" in client.recv(1000) or b"done" in client.recv(1000)
-
-
-def test_work_is_never_closed_for_others(start: Start, done: Work, clients: ExitStack) -> None:
-    """Idle clients connect and displace only each other."""
-    port = start(12)
-    working = start_requests(port, 8, done, clients)
-    for _ in range(40):
-        clients.enter_context(open_connection(port))
-    assert b" 200 OK" in fetch_answer(port)
-    end_work(working, done)
+        client.close()
+    wait_until(lambda: b" 200 OK" in fetch_answer(port))
 
 
 def test_a_stop_is_announced_to_requests(start: Start, done: Work, clients: ExitStack) -> None:
     """The end of `start` checks it."""
-    start_requests(start(8), 1, done, clients)
-
-
-def test_when_all_work_others_are_turned_away(start: Start, done: Work, clients: ExitStack) -> None:
-    port = start(8)
-    working = start_requests(port, 8, done, clients)
-    with open_connection(port, GET) as more:
-        assert b" 200 OK" not in receive_all(more)
-    end_work(working, done)
-    for client in working:
-        client.close()
-    time.sleep(0.1)
-    assert b" 200 OK" in fetch_answer(port)
+    clients.enter_context(open_connection(start(8), GET.replace(b"health", b"work")))
+    wait_until(lambda: done.num_requests)
 
 
 def test_what_many_clients_do_is_logged_once(
@@ -303,9 +286,10 @@ make_server(app, limits).run(sockets)
 """
 
 
-def read_cpu_seconds(pid: int) -> float:
+def read_cpu_ticks(pid: int) -> int:
+    """Returns the CPU time of a process in hundredths of a second."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
+    return int(fields[11]) + int(fields[12])
 
 
 def test_without_file_descriptors(clients: ExitStack) -> None:
@@ -320,9 +304,9 @@ def test_without_file_descriptors(clients: ExitStack) -> None:
             for _ in range(80):
                 stack.enter_context(open_connection(port))
             assert b"No connection can be accepted" in server.stdout.readline()
-            cpu_before = read_cpu_seconds(server.pid)
-            time.sleep(0.5)
-            assert read_cpu_seconds(server.pid) - cpu_before < 0.15
+            ticks = read_cpu_ticks(server.pid)
+            time.sleep(0.5)  # of which it computes a small part
+            assert read_cpu_ticks(server.pid) - ticks < 15
         assert b" 200 OK" in fetch_answer(port)
         server.kill()
         assert server.stdout.read() == b""

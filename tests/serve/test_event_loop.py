@@ -9,18 +9,21 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Awaitable
+from asyncio import events
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from tests.serve.jobs import Jobs, running
-from tests.serve.loop_time import measuring_callbacks
+from tests.serve.bodies import FORM, make_form
+from tests.serve.jobs import Jobs, running, wait_until
 from tests.serve.receiver import Receiver
 from tests.serve.test_webhooks import LOCAL
 from wan.serve.service import Limits
@@ -30,6 +33,24 @@ from wan.serve.webhooks import Webhooks
 LIMIT = 0.04
 """CPU seconds of a callback: twice as many as allowed, as a busy machine may be slower."""
 MB = 1_000_000
+
+
+@contextmanager
+def measuring_callbacks() -> Iterator[list[float]]:
+    """Yields a list that gets the CPU seconds of each callback of the running event loop.
+
+    CPU time of the thread, not time of day: other processes of a busy machine do not count.
+    """
+    seconds: list[float] = []
+    run = events.Handle._run
+
+    def measured(handle: events.Handle) -> None:
+        start = time.thread_time()
+        run(handle)
+        seconds.append(time.thread_time() - start)
+
+    with mock.patch.object(events.Handle, "_run", measured):
+        yield seconds
 
 
 async def measure_longest(work: Awaitable[Any]) -> float:
@@ -70,25 +91,20 @@ async def test_lists_and_searches(tmp_path: Path) -> None:
     assert len(page["data"]) == 20 and page["has_more"]
 
 
-def make_form(name: bytes, content: bytes) -> bytes:
-    head = b'--B\r\nContent-Disposition: form-data; name="'
-    return head + b'prompt"\r\n\r\nx\r\n' + head + name + b'"\r\n\r\n' + content + b"\r\n--B--\r\n"
-
-
 async def test_large_bodies(tmp_path: Path) -> None:
     """Of data URLs, values, texts and forms; those with files are read as if they were small."""
     jobs = Jobs(tmp_path / "jobs", flags=["--task", "i2v-A14B"])
     noise = random.Random(2).randbytes(6 * MB)
     url = "data:image/png;base64," + base64.b64encode(noise).decode()
-    form, encoded = "multipart/form-data; boundary=B", "application/x-www-form-urlencoded"
+    encoded = "application/x-www-form-urlencoded"
     image = {"prompt": "x", "input_reference": {"image_url": url}}
-    escaped = json.dumps({"image_url": url}).replace("/", "\\/").encode()
+    escaped = json.dumps({"image_url": url}).replace("/", "\\/")
     is_file: list[tuple[bytes, str]] = [
         (json.dumps(image).encode(), "application/json"),
         (json.dumps({"extra_body": image}).encode("utf-16"), "application/json"),
-        (make_form(b"input_reference[image_url]", url.encode()), form),
-        (make_form(b"input_reference", escaped), form),
-        (make_form(b'input_reference"; filename="x', noise), form),
+        (make_form({"prompt": "x", "input_reference[image_url]": url}), FORM),
+        (make_form({"prompt": "x", "input_reference": escaped}), FORM),
+        (make_form({"prompt": "x", "input_reference": noise}), FORM),
         (b"prompt=x&input_reference=" + url.replace("+", "%2B").encode(), encoded),
     ]
     is_refused: list[tuple[bytes, str]] = [
@@ -97,7 +113,7 @@ async def test_large_bodies(tmp_path: Path) -> None:
         (b"[" * (8 * MB), "application/json"),
         (json.dumps({"prompt": "x", "seed": "0," * (4 * MB)}).encode(), "application/json"),
         (json.dumps({"prompt": "x", "input_reference": url[:-6]}).encode(), "application/json"),
-        (make_form(b"negative_prompt", b"x" * 8 * MB), form),
+        (make_form({"prompt": "x", "negative_prompt": "x" * 8 * MB}), FORM),
         (b"a&" * (4 * MB), encoded),
     ]
     uploads: list[bytes] = []
@@ -125,28 +141,21 @@ def keep_uploads(uploads: list[bytes]) -> Any:
     return create
 
 
-async def test_many_waiting_events(tmp_path: Path) -> None:
+async def test_many_waiting_events(tmp_path: Path, receiver: Receiver) -> None:
     """Of a receiver that does not answer; those of another one are delivered meanwhile."""
     jobs = Jobs(tmp_path / "jobs", Limits(webhook_hosts=LOCAL))
     silent = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
     url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/"
     name = await jobs.create({"webhook_url": url, "prompt": "x" * 10_000})
     add_jobs(jobs, name, 4000)
-    receiver = Receiver()
     sender = Webhooks(jobs.service, b"x" * 16, LOCAL)
     jobs.service.journal.update_ended(f"video_{3999:024x}", webhook_url=receiver.url)
 
-    async def wait_for_event() -> None:
-        while not receiver.received:
-            await asyncio.sleep(0.01)
-
     await jobs.service.journal.save()
     async with running(sender.run()):
-        assert await measure_longest(wait_for_event()) < LIMIT
+        assert await measure_longest(wait_until(lambda: receiver.received)) < LIMIT
         assert await measure_longest(asyncio.sleep(0.3)) < LIMIT
     silent.close()
-    receiver.shutdown()
-    receiver.server_close()
 
 
 async def test_many_expired_videos(tmp_path: Path) -> None:
@@ -158,13 +167,9 @@ async def test_many_expired_videos(tmp_path: Path) -> None:
         (jobs.folder / "jobs" / name).mkdir()
         (jobs.folder / "jobs" / name / "video.mp4").write_bytes(b"x")
     await jobs.service.journal.save()
-
-    async def wait_for_deletion() -> None:
-        while jobs.service.journal.count_states().get("completed"):
-            await asyncio.sleep(0.01)
-
+    count = jobs.service.journal.count_states
     async with running(jobs.service._delete_old_jobs()):
-        assert await measure_longest(wait_for_deletion()) < LIMIT
+        assert await measure_longest(wait_until(lambda: not count().get("completed"))) < LIMIT
     assert [path.name for path in (jobs.folder / "jobs").iterdir()] == names[:1]
 
 
@@ -174,8 +179,8 @@ async def test_the_bytes_of_a_large_video(tmp_path: Path, is_stored: bool) -> No
     jobs, video = Jobs(tmp_path / "jobs", store=store), random.Random(3).randbytes(24 * MB + 1)
     jobs.start_idle_ranks()
     task = asyncio.create_task(jobs.request("/v1/videos/generations", {"prompt": "x"}))
-    while not (names := [*jobs.service._running]):
-        await asyncio.sleep(0.01)
+    await wait_until(lambda: jobs.service._running)
+    names = [*jobs.service._running]
     if is_stored:
         (tmp_path / "store" / names[0]).mkdir(parents=True)
         (tmp_path / "store" / names[0] / "video.mp4").write_bytes(video)
@@ -202,8 +207,10 @@ class HangingFiles(LocalFileSystem):
 
     protocol = "hangs"
     answers = threading.Event()
+    num_calls = 0
 
     def size(self, path: str) -> int:
+        type(self).num_calls += 1
         self.answers.wait()
         return int(super().size(path))
 
@@ -226,7 +233,7 @@ async def test_a_store_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     left = [asyncio.Event() for _ in range(60)]
     tasks = [asyncio.create_task(jobs.request(path, disconnected=event)) for event in left]
     try:
-        await asyncio.sleep(0.05)
+        await wait_until(lambda: HangingFiles.num_calls > 15)
         for event in left[20:40]:
             event.set()
         answers = await asyncio.gather(*tasks[20:])
@@ -237,11 +244,13 @@ async def test_a_store_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     finally:
         HangingFiles.answers.set()
         await asyncio.gather(*tasks)
-    while threading.active_count() > num_threads + 2:  # of the event loop's own pool
-        await asyncio.sleep(0.01)
+    # Two are of the event loop's own pool.
+    await wait_until(lambda: threading.active_count() <= num_threads + 2)
 
 
-async def test_a_resolver_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_resolver_that_hangs(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Deliveries to one name share a thread; those to others go on."""
     answers, resolve = threading.Event(), socket.getaddrinfo
 
@@ -252,7 +261,6 @@ async def test_a_resolver_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("wan.serve.webhooks.SEND_SECONDS", 0.05)
     jobs = Jobs(tmp_path / "jobs", Limits(webhook_hosts=LOCAL))
-    receiver = Receiver()
     name = await jobs.create({"webhook_url": receiver.url})
     names = add_jobs(jobs, name, 50)
     url = receiver.url.replace("localhost", "127.0.0.1")
@@ -263,9 +271,6 @@ async def test_a_resolver_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(socket, "getaddrinfo", resolve_slowly)
     num_threads = threading.active_count()
     async with running(sender.run()):
-        while attempts.count("repeated") < 20 or "delivered" not in attempts:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: attempts.count("repeated") > 19 and "delivered" in attempts)
         assert threading.active_count() - num_threads < 5
         answers.set()
-    receiver.shutdown()
-    receiver.server_close()

@@ -31,27 +31,27 @@ class Listener:
     """Listens to the events of a job in a task."""
 
     def __init__(self, jobs: Jobs, name: str, after: int | None = None) -> None:
-        self.disconnected = asyncio.Event()
-        headers = {} if after is None else {"Last_Event_ID": str(after)}
-        path = f"/v1/videos/{name}/events"
-        self.messages: list[Any] = []
-        request = jobs.request(
-            path, disconnected=self.disconnected, messages=self.messages, **headers
-        )
-        self.task = asyncio.create_task(request)
+        self.disconnected, self.messages = asyncio.Event(), list[Any]()
+        headers: dict[str, Any] = {} if after is None else {"Last_Event_ID": str(after)}
+        headers |= {"disconnected": self.disconnected, "messages": self.messages}
+        self.task = asyncio.create_task(jobs.request(f"/v1/videos/{name}/events", **headers))
 
-    async def finish(self, disconnect: bool = False) -> list[Event]:
-        await asyncio.sleep(0.02)
-        if disconnect:
-            self.disconnected.set()
+    async def wait_for(self, text: str) -> Listener:
+        """Waits until an event has a text."""
+        await wait_for_text(self.messages, text.encode())
+        return self
+
+    async def finish(self) -> list[Event]:
+        """Returns all events of a stream that ends."""
         status, headers, text = await self.task
         assert status == 200 and headers["content-type"].startswith("text/event-stream")
         return parse(text)
 
-
-async def send(jobs: Jobs, kind: str, **payload: Any) -> None:
-    await asyncio.sleep(0.02)
-    jobs.handle_rank_message(kind, **payload)
+    async def disconnect_after(self, text: str) -> list[Event]:
+        """Disconnects the client when an event has a text; returns all that it has."""
+        await self.wait_for(text)
+        self.disconnected.set()
+        return await self.finish()
 
 
 async def test_events_of_a_job(jobs: Jobs) -> None:
@@ -59,20 +59,32 @@ async def test_events_of_a_job(jobs: Jobs) -> None:
     name = await jobs.create()
     listeners = [Listener(jobs, name) for _ in range(2)]
     interrupted = Listener(jobs, name)
-    await asyncio.sleep(0.02)
+
+    async def wait_for(text: str) -> None:
+        """Waits until the clients have an event."""
+        for listener in listeners:
+            await listener.wait_for(text)
+
+    async def send(text: str, kind: str, **payload: Any) -> None:
+        """Delivers a message of the ranks; waits until the clients have its event."""
+        jobs.handle_rank_message(kind, job=name, **payload)
+        await wait_for(text)
+
+    await wait_for("queued")
     jobs.start_idle_ranks()
-    await send(jobs, "stage", job=name, stage="text")
-    await send(jobs, "stage", job=name, stage="denoising")
-    seen = await interrupted.finish(disconnect=True)
-    for done in (0, 1, 2):
-        await send(jobs, "step", job=name, done=done, total=2)
-    await send(jobs, "preview", job=name)
-    continued = Listener(jobs, name, seen[-1][0])
-    await send(jobs, "stage", job=name, stage="decoding")
-    await asyncio.sleep(0.02)
+    await wait_for("in_progress")
+    await send('"text"', "stage", stage="text")
+    await send("denoising", "stage", stage="denoising")
+    seen = await interrupted.disconnect_after("denoising")
+    await send("", "step", done=0, total=2)
+    for done in (1, 2):
+        await send(f'"done": {done}', "step", done=done, total=2)
+    await send("preview", "preview")
+    listeners.append(Listener(jobs, name, seen[-1][0]))
+    await send("decoding", "stage", stage="decoding")
     jobs.complete(name)
     streams = [await listener.finish() for listener in listeners]
-    assert streams[0] == streams[1] == seen + await continued.finish()
+    assert streams[0] == streams[1] == seen + streams[2]
     numbers, kinds = [event[0] for event in streams[0]], [event[1] for event in streams[0]]
     assert numbers == sorted({*numbers}) and kinds.count("end") == 1
     stages = [
@@ -91,9 +103,8 @@ async def test_events_of_a_job(jobs: Jobs) -> None:
 
 async def test_a_deleted_job_and_an_unknown_one(jobs: Jobs) -> None:
     name = await jobs.create()
-    listener = Listener(jobs, name)
-    await wait_for_text(listener.messages, b"event: ")
-    await jobs.request(f"/v1/videos/{name}", method="DELETE")
+    listener = await Listener(jobs, name).wait_for("stage")
+    await jobs.delete(name)
     last = (await listener.finish())[-1]
     assert last[1:] == ("end", {"id": name, "object": "video.deleted", "deleted": True})
     assert (await jobs.request(f"/v1/videos/{name}/events"))[0] == 404
@@ -114,20 +125,19 @@ async def test_ids_grow_though_the_clock_is_set(
     """While a job runs, and before it goes on after a restart; a client always gets the end."""
     name, real = await jobs.create(), time.time
     jobs.start_idle_ranks()
-    first = Listener(jobs, name)
-    await send(jobs, "step", job=name, done=1, total=2)
-    seen = await first.finish(disconnect=True)
+    first = await Listener(jobs, name).wait_for("stage")
+    jobs.handle_rank_message("step", job=name, done=1, total=2)
+    seen = await first.disconnect_after("step")
     monkeypatch.setattr(time, "time", lambda: real() + jump)
     assert jobs.service.estimates.estimate_end(jobs.service.find_job(name))[1] < 60
-    second = Listener(jobs, name, seen[-1][0])
-    await send(jobs, "step", job=name, done=2, total=2)
-    seen += await second.finish(disconnect=True)
+    jobs.handle_rank_message("step", job=name, done=2, total=2)
+    seen += await Listener(jobs, name, seen[-1][0]).disconnect_after("step")
     assert await jobs.service.journal.save()
     restarted = Jobs(jobs.folder, jobs.service.limits)
     restarted.start_idle_ranks()
-    third = Listener(restarted, name, seen[-1][0])
-    await send(restarted, "step", job=name, done=1, total=2)
-    await asyncio.sleep(0.02)
+    third = await Listener(restarted, name, seen[-1][0]).wait_for("stage")
+    restarted.handle_rank_message("step", job=name, done=1, total=2)
+    await third.wait_for("step")
     restarted.complete(name)
     seen += await third.finish()
     assert [event[1] for event in seen[-2:]] == ["step", "end"]
@@ -150,7 +160,7 @@ async def test_ids_of_earlier_versions(jobs: Jobs) -> None:
     assert (await restarted.request(path, Last_Event_ID="1050500"))[0] == 204
     assert [event[1] for event in await Listener(restarted, names[0], 50_000).finish()] == ["end"]
     waiting = Listener(restarted, names[1], 86_400_000)
-    assert [event[1] for event in await waiting.finish(disconnect=True)] == ["stage"]
+    assert [event[1] for event in await waiting.disconnect_after("stage")] == ["stage"]
 
 
 async def test_listeners_are_limited_and_leave(
@@ -166,11 +176,9 @@ async def test_listeners_are_limited_and_leave(
     path = f"/v1/videos/{name}/events"
     status, headers, _ = await jobs.request(path)
     assert status == 503 and "retry-after" in headers
-    first.disconnected.set()
-    await first.task
-    third = Listener(jobs, name)
-    await third.finish(disconnect=True)
-    await second.finish(disconnect=True)
+    await first.disconnect_after("stage")
+    for listener in (Listener(jobs, name), second):
+        await listener.disconnect_after("stage")
 
 
 async def test_a_log_is_bounded(jobs: Jobs) -> None:

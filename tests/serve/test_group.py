@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.jobs import Jobs
+from tests.serve.jobs import Jobs, wait_until
 from wan.serve import group, monitor
 from wan.serve.journal import MAX_ATTEMPTS
 from wan.serve.service import Limits
@@ -131,13 +131,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def wait_until(whether: Callable[[], object], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not whether():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
-
-
 async def wait_for_end(jobs: Jobs, name: str) -> tuple[str, str | None, int]:
     """Waits until a job has ended; returns its status, error code and attempt."""
     await wait_until(lambda: jobs.get_state(name) in ("completed", "failed"))
@@ -191,7 +184,7 @@ async def make_and_cancel(jobs: Jobs) -> None:
     first, long, last = [await jobs.create({"num_inference_steps": n}) for n in (2, 1000, 2)]
     assert await wait_for_end(jobs, first) == ("completed", None, 1)
     await wait_until(lambda: jobs.service.find_job(long).done > 2)
-    await jobs.request(f"/v1/videos/{long}", method="DELETE")
+    await jobs.delete(long)
     assert await wait_for_end(jobs, last) == ("completed", None, 1)
     await wait_until(lambda: not (jobs.folder / "jobs" / long).exists())
     assert jobs.service.rank_group.restarts == 0
@@ -246,7 +239,7 @@ async def hang(jobs: Jobs) -> None:
     for pid in pids.values():
         os.kill(pid, signal.SIGSTOP)
     await wait_until(lambda: not ranks.ready)
-    await jobs.request(f"/v1/videos/{names[0]}", method="DELETE")
+    await jobs.delete(names[0])
     assert await wait_for_end(jobs, names[1]) == ("completed", None, 1)
     assert ranks.restarts == 1 and not any(map(is_alive, pids.values()))
     assert not (jobs.folder / "jobs" / names[0]).exists()

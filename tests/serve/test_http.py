@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import openai
 import pytest
@@ -17,7 +18,7 @@ import uvicorn
 
 from tests.dist import REPO
 from tests.serve.bodies import FORM, make_data_url, make_form
-from tests.serve.jobs import PROMPT, Jobs, begin_request, running
+from tests.serve.jobs import PROMPT, Jobs, begin_request, running, wait_until
 from wan.serve.service import Limits
 
 
@@ -25,23 +26,11 @@ async def test_a_page_goes_on_after_a_video_also_after_a_deleted_one(jobs: Jobs)
     ids = [await jobs.create() for _ in range(3)]
     page = (await jobs.request(f"/v1/videos?after={ids[0]}&order=asc"))[2]
     assert [video["id"] for video in page["data"]] == ids[1:]
-    await jobs.request(f"/v1/videos/{ids[1]}", method="DELETE")
+    await jobs.delete(ids[1])
     for order, expected in (("desc", ids[0]), ("asc", ids[2])):
         page = (await jobs.request(f"/v1/videos?after={ids[1]}&order={order}"))[2]
         assert [video["id"] for video in page["data"]] == [expected]
     assert (await jobs.request("/v1/videos?after=video_none"))[0] == 404
-
-
-async def test_an_estimate_has_a_constant_part(jobs: Jobs) -> None:
-    for steps, seconds in ((1, 12.0), (2, 14.0), (4, 18.0)):
-        name = await jobs.create({"num_inference_steps": steps})
-        jobs.complete(name, seconds)
-    long = jobs.service.find_job(await jobs.create({"num_inference_steps": 40}))
-    assert jobs.service.estimates.estimate_seconds(long) == pytest.approx(90)
-    last = jobs.service.find_job(await jobs.create())
-    assert jobs.service.estimates.estimate_wait(last) == pytest.approx(90)
-    jobs.service.delete(long)
-    assert jobs.service.estimates.estimate_wait(last) == pytest.approx(0)
 
 
 async def test_headers_that_http_requires(tmp_path: Path) -> None:
@@ -129,9 +118,8 @@ async def test_the_example_of_the_documentation(
         async with serving(jobs) as url:
             example = example.replace("http://127.0.0.1:8000/v1", url)
             running_example = asyncio.create_task(asyncio.to_thread(exec, example, {}))
-            while not (waiting := jobs.service.journal.list_in_state("queued")):
-                await asyncio.sleep(0.01)
-            jobs.complete(waiting[0].id)
+            await wait_until(lambda: jobs.service.journal.list_in_state("queued"))
+            jobs.complete(jobs.service.journal.list_in_state("queued")[0].id)
             await running_example
     assert (tmp_path / "video.mp4").read_bytes() == b"video"
     assert [str(warning.message) for warning in caught if "Sora" in str(warning.message)] == []
@@ -151,7 +139,8 @@ async def test_openais_client(jobs: Jobs) -> None:
         remix = await client.videos.remix(video.id, prompt="it grows")
         assert remix.remixed_from_video_id == video.id and remix.seed == 7
         polling = asyncio.create_task(client.videos.poll(video.id, poll_interval_ms=10))
-        await asyncio.sleep(0.05)
+        with mock.patch.object(jobs.service, "find_job", wraps=jobs.service.find_job) as find:
+            await wait_until(lambda: find.call_count > 1)
         jobs.complete(video.id)
         completed = await polling
         expected = ("completed", 100, None)

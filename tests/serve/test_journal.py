@@ -9,18 +9,18 @@ import shutil
 import sqlite3
 import struct
 import subprocess
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.refusals import check_refusals
-from tests.serve.jobs import PROMPT, Jobs
+from tests.serve.jobs import PROMPT, Jobs, running, wait_until
 from wan.media.video_writer import write_video
 from wan.serve import journal, journal_file
 from wan.serve.rows import ServiceJob
@@ -30,6 +30,7 @@ from wan.utils.files import make_process_name
 
 NAME = "journal.sqlite"
 PRIVATE_TEXT = "zq private zq"
+Damage = Callable[[Path], Any]
 HIDDEN = (r"/\S*(?=/journal\.sqlite)", r"(?<=damaged \().*?(?=\);)")  # paths, messages of SQLite
 
 
@@ -46,20 +47,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "videos"
 
 
-def run_with_timeout(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 60))
-
-
 @asynccontextmanager
 async def service_with_writer(folder: Path) -> AsyncIterator[Jobs]:
     """A service with a running writer of its journal, but without ranks."""
     jobs = Jobs(folder)
-    task = asyncio.create_task(jobs.service.journal.run_writer())
     try:
-        yield jobs
+        async with running(jobs.service.journal.run_writer()):
+            yield jobs
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         jobs.service.journal.close()
 
 
@@ -74,14 +69,17 @@ def locked_journal(folder: Path) -> Iterator[None]:
 
 async def wait_for_health(jobs: Jobs, status: int) -> dict[str, Any]:
     """Waits until /health has a status; returns its answer."""
-    for _ in range(1000):
-        answered, _, health = await jobs.request("/health")
-        # The ranks never start, so /health is 503 for that reason otherwise.
-        if (status == 503) == (health["status"] == "journal_unavailable"):
-            assert answered == 503
-            return dict(health)
-        await asyncio.sleep(0.01)
-    raise AssertionError(health)
+    # The ranks never start, so /health is 503 for that reason otherwise.
+    await wait_until(lambda: (jobs.service.journal.problem is not None) == (status == 503))
+    answered, _, health = await jobs.request("/health")
+    assert answered == 503 and (health["status"] == "journal_unavailable") == (status == 503)
+    return dict(health)
+
+
+def execute(file: Path, statement: str) -> None:
+    """Changes a database as another program would."""
+    with closing(sqlite3.connect(file)) as other, other:
+        other.execute(statement)
 
 
 def read_stored_states(folder: Path) -> dict[str, str]:
@@ -102,9 +100,10 @@ async def test_writing_ends_where_a_change_was_just_made(folder: Path) -> None:
     """A stop re-queues running jobs and cancels the writer at the same moment."""
     jobs = Jobs(folder)
     book = jobs.service.journal
-    writer = asyncio.create_task(book.run_writer())
     job = await jobs.create()
-    await asyncio.sleep(0.05)  # it waits for a change
+    with mock.patch.object(journal.asyncio, "timeout", wraps=asyncio.timeout) as begin_wait:
+        writer = asyncio.create_task(book.run_writer())
+        await wait_until(lambda: begin_wait.called)  # it waits for a change
     book.update_job(jobs.service.find_job(job), done=1)
     writer.cancel()
     finished, _ = await asyncio.wait([writer], timeout=5)
@@ -122,7 +121,7 @@ async def test_a_short_lock_is_waited_for(folder: Path) -> None:
         old = await jobs.create({"prompt": PRIVATE_TEXT})
         with locked_journal(folder):
             new = asyncio.create_task(jobs.request("/v1/videos", {"prompt": PROMPT}))
-            gone = asyncio.create_task(jobs.request(f"/v1/videos/{old}", method="DELETE"))
+            gone = asyncio.create_task(jobs.delete(old))
             began, longest = time.monotonic(), 0.0
             while time.monotonic() < began + 0.4:
                 request_start = time.monotonic()
@@ -131,7 +130,7 @@ async def test_a_short_lock_is_waited_for(folder: Path) -> None:
                 await asyncio.sleep(0.02)
             assert longest < 0.2 and not new.done() and not gone.done()
         status, _, video = await new
-        assert (status, (await gone)[0]) == (200, 200)
+        assert (status, await gone) == (200, 200)
         assert read_stored_states(folder) == {old: "deleted", video["id"]: "queued"}
         assert not jobs.find_files_with(PRIVATE_TEXT)
 
@@ -148,86 +147,85 @@ async def test_a_long_lock(folder: Path) -> None:
                 assert (status, headers["x-should-retry"]) == (503, "true"), answer
                 assert int(headers["retry-after"]) > 0
             jobs.complete(completed)
-            gone = asyncio.create_task(jobs.request(f"/v1/videos/{deleted}", method="DELETE"))
-            await asyncio.sleep(0.1)
+            gone = asyncio.create_task(jobs.delete(deleted))
+            await wait_until(lambda: jobs.get_state(deleted) == "deleted")
             states = await list_states(jobs)
-            assert states == {completed: "completed", waits: "queued"}
+            assert states == {completed: "completed", waits: "queued"} and not gone.done()
         await wait_for_health(jobs, 200)
-        assert (await gone)[0] == 200
+        assert await gone == 200
         new = await jobs.create()
         assert read_stored_states(folder) == states | {deleted: "deleted", new: "queued"}
         assert {path.name for path in (folder / "jobs").iterdir()} == {completed, waits, new}
     assert read_stored_states(folder) == states | {deleted: "deleted", new: "queued"}
 
 
-def test_a_lock_during_the_start(
+async def test_a_lock_during_the_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The start waits and logs it; a lasting lock is refused in one sentence."""
-    run_with_timeout(create_job_and_stop(folder))
-    held, free = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with locked_journal(folder):
-            held.set()
-            free.wait(10)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait(10)
-    threading.Timer(0.3, free.set).start()
-    assert len(Jobs(folder).service.journal.list_in_state("queued")) == 1
-    assert "locked" in caplog.text
-    thread.join()
+    async with service_with_writer(folder) as jobs:
+        await jobs.create()
+    with locked_journal(folder):
+        start = asyncio.create_task(asyncio.to_thread(Jobs, folder))
+        await wait_until(lambda: "locked" in caplog.text)
+        assert not start.done()
+    assert len((await start).service.journal.list_in_state("queued")) == 1
     monkeypatch.setattr(journal_file, "_START", 0.3)
     with locked_journal(folder), pytest.raises(InputError) as refusal:
         Jobs(folder)
     check_refusals("serve: a lock at the start", {"locked": str(refusal.value)}, HIDDEN)
 
 
-async def create_job_and_stop(folder: Path) -> None:
-    async with service_with_writer(folder) as jobs:
-        await jobs.create()
+async def test_temporary_journals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of killed processes are removed, but not those of others, which may be written.
 
+    What a failed rewrite of this process has left is not part of the next one.
+    """
 
-async def test_temporary_journals(folder: Path) -> None:
-    """Those of killed processes are removed, but not those of others, which may be written."""
+    def refuse(*_: object) -> None:
+        raise OSError("renamed by nobody")
+
+    def list_temporary() -> set[str]:
+        return {path.name for path in folder.glob(".*-*")}
+
     run = subprocess.Popen(["true"])
     run.wait()
     ours = make_process_name()
     ended = f"{ours.rpartition('-')[0]}-{run.pid}"
-    kept = {f".{name}-{NAME}" for name in (ours, "another_host-1")} | {f".{ended}-x.mp4"}
+    kept, left = {f".another_host-1-{NAME}", f".{ended}-x.mp4"}, f".{ours}-{NAME}"
     folder.mkdir()
-    for name in (*kept, f".{ended}-{NAME}", f".{ended}-{NAME}-wal"):
+    for name in (*kept, left, f".{ended}-{NAME}", f".{ended}-{NAME}-wal"):
         (folder / name).write_text(PRIVATE_TEXT)
-    async with service_with_writer(folder) as jobs:
-        assert {path.name for path in folder.glob(".*-*")} == kept
-        await jobs.create()
-        (folder / NAME).unlink()  # it is written again, under a temporary name first
-        await jobs.create()
-        assert {path.name for path in folder.glob(".*-*")} == kept - {f".{ours}-{NAME}"}
+    jobs = Jobs(folder)
+    assert list_temporary() == {*kept, left}
+    first = await jobs.create()
+    shutil.copy(folder / NAME, folder / left)
+    execute(folder / left, "UPDATE jobs SET id = 'video_of_before'")
+    (folder / NAME).unlink()  # it is written again, under a temporary name first
+    second = await jobs.create()
+    assert read_stored_states(folder).keys() == {first, second} and list_temporary() == kept
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        (folder / NAME).unlink()
+        assert not await jobs.service.journal.save(0.0, check_file=True)
+    assert list_temporary() == kept
+    jobs.service.journal.close()
 
 
 # Removed, replaced or damaged while the service runs.
 
 
-def remove(*ends: str) -> Callable[[Path], None]:
-    def damage(file: Path) -> None:
-        for end in ends:
-            file.with_name(file.name + end).unlink()
-
-    return damage
+def remove(*ends: str) -> Damage:
+    return lambda file: [file.with_name(file.name + end).unlink() for end in ends]
 
 
-def replace_by(content: bytes | None) -> Callable[[Path], None]:
-    """Replaces the file by another one: with some bytes, or an empty database."""
+def replace_by(content: bytes | None) -> Damage:
+    """Replaces the file by another one: with some bytes, an empty database, or a folder."""
 
     def damage(file: Path) -> None:
         other = file.with_name("other")
-        other.touch()
         if content is None:
-            with closing(sqlite3.connect(other)) as database:
-                database.execute("CREATE TABLE notes (text)")
+            execute(other, "CREATE TABLE notes (text)")
         else:
             other.write_bytes(content)
         other.replace(file)
@@ -240,7 +238,7 @@ def replace_by_folder(file: Path) -> None:
     file.mkdir()
 
 
-def overwrite(start: int, size: int) -> Callable[[Path], None]:
+def overwrite(start: int, size: int) -> Damage:
     def damage(file: Path) -> None:
         with file.open("r+b") as opened:
             opened.seek(start)
@@ -249,18 +247,11 @@ def overwrite(start: int, size: int) -> Callable[[Path], None]:
     return damage
 
 
-def copy_back(file: Path) -> None:
-    """Overwrites the file with an earlier copy."""
-    file.write_bytes(file.with_name("backup").read_bytes())
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:5000])
 
 
-def drop_tables(file: Path) -> None:
-    """Drops the tables."""
-    with closing(sqlite3.connect(file)) as other, other:
-        other.execute("DROP TABLE jobs")
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], Any], bool]] = {
+DAMAGES: dict[str, tuple[Damage, bool]] = {
     # the damage, and whether the file of that name is put aside
     "removed": (remove("", "-wal", "-shm"), False),
     "removed without its log": (remove(""), False),
@@ -271,11 +262,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], bool]] = {
     "empty file": (replace_by(b""), True),
     "folder": (replace_by_folder, True),
     "emptied": (lambda file: file.write_bytes(b""), True),
-    "cut": (lambda file: file.write_bytes(file.read_bytes()[:5000]), True),
+    "cut": (cut, True),
     "head overwritten": (overwrite(0, 100), True),
     "middle overwritten": (overwrite(4096, 4096), True),
-    "earlier copy": (copy_back, True),
-    "tables dropped": (drop_tables, True),
+    "earlier copy": (lambda file: file.write_bytes(file.with_name("b").read_bytes()), True),
+    "tables dropped": (lambda file: execute(file, "DROP TABLE jobs"), True),
 }
 
 
@@ -296,12 +287,14 @@ async def check_lost_journal(kind: str, is_busy: bool, folder: Path) -> None:
     async with service_with_writer(folder) as jobs:
         names = [await add_job(jobs) for _ in range(2)]
         jobs.complete(names[0])
-        await jobs.request(f"/v1/videos/{names[1]}", method="DELETE")
-        shutil.copy(folder / NAME, folder / "backup")
+        await jobs.delete(names[1])
+        shutil.copy(folder / NAME, folder / "b")
         names.append(await add_job(jobs))
         damage(folder / NAME)
         if not is_busy:
-            await asyncio.sleep(0.4)
+            write, file = mock.Mock(wraps=jobs.service.journal._file.write), jobs.service.journal
+            file._file.write = write  # type: ignore[method-assign]
+            await wait_until(lambda: write.call_count > 1)  # the first check has ended
         new = await jobs.create()
         states = await list_states(jobs)
         assert states == dict.fromkeys((new, *names[2:]), "queued") | {names[0]: "completed"}
@@ -345,9 +338,7 @@ async def test_a_folder_that_is_moved_away(folder: Path) -> None:
             assert status == 503 and int(headers["retry-after"]) > 0
             health = await wait_for_health(jobs, 503)
             assert "moved" in health["reason"] and str(folder) not in health["reason"]
-        assert (await jobs.request(f"/v1/videos/{first}", method="DELETE"))[
-            0
-        ] == 202  # not on disk yet
+        assert await jobs.delete(first) == 202  # not on disk yet
         assert not folder.exists()
         folder.with_name("moved").rename(folder)
         await wait_for_health(jobs, 200)
@@ -355,39 +346,37 @@ async def test_a_folder_that_is_moved_away(folder: Path) -> None:
     assert read_stored_states(folder) == {first: "deleted", second: "queued"}
 
 
-def test_a_full_disk_and_no_reserve(tmp_path: Path, folder: Path) -> None:
-    """No accepted job is lost, and the service continues when there is space."""
+async def test_a_full_disk(tmp_path: Path, folder: Path) -> None:
+    """The room that is reserved takes changes; then no job is lost, and the service goes on."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk]).returncode:
         pytest.skip("a small file system can be mounted by root only")
-
-    async def work() -> None:
-        async with service_with_writer(disk / "jobs") as jobs:
-            job_id = await jobs.create({"prompt": "long " * 1000})
-            (disk / "jobs" / "reserve").unlink()
-            with suppress(OSError), (disk / "fill").open("wb", buffering=0) as fill:
-                while True:
-                    fill.write(bytes(4096))
+    folder, fill = disk / "jobs", disk / "fill"
+    try:
+        async with service_with_writer(folder) as jobs:
             journal = jobs.service.journal
-            job = journal.get(job_id)
-            assert job is not None
-            for number in range(2000):  # SQLite first uses the space that it has reserved
-                journal.update_job(
-                    job, state="failed", error={"code": "x", "message": "y" * number}
-                )
-                if number % 50 == 0 and not await journal.save(0.1):
-                    break
+            job_id = await jobs.create({"prompt": "long " * 1000})
+            for has_reserve in (True, False):
+                with suppress(OSError), fill.open("ab", buffering=0) as file:
+                    while True:
+                        file.write(bytes(4096))
+                assert (await jobs.refuse({}, 507))["code"] == "disk_full"
+                assert (folder / "reserve").exists() == has_reserve
+                for number in range(0, 99_999, 50):  # SQLite first uses the space that it has
+                    error = {"code": "x", "message": "y" * number}
+                    journal.update_job(jobs.service.find_job(job_id), state="failed", error=error)
+                    is_saved = await journal.save(0.1)
+                    if not is_saved or (folder / "reserve").exists() != has_reserve:
+                        break
+                assert is_saved == has_reserve
             assert "full" in (await wait_for_health(jobs, 503))["reason"]
             status, headers, _ = await jobs.request("/v1/videos", {"prompt": PROMPT})
             assert status == 503 and int(headers["retry-after"]) > 0
-            (disk / "fill").unlink()
+            fill.unlink()
             await wait_for_health(jobs, 200)
             new = await jobs.create()
-        assert read_stored_states(disk / "jobs") == {job_id: "failed", new: "queued"}
-
-    try:
-        run_with_timeout(work())
+        assert read_stored_states(folder) == {job_id: "failed", new: "queued"}
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
 
@@ -395,32 +384,23 @@ def test_a_full_disk_and_no_reserve(tmp_path: Path, folder: Path) -> None:
 # The start.
 
 
-def drop_table(file: Path) -> None:
-    with closing(sqlite3.connect(file)) as other, other:
-        other.execute("ALTER TABLE jobs RENAME TO other")
-
-
-def break_row(file: Path) -> None:
-    with closing(sqlite3.connect(file)) as other, other:
-        other.execute("UPDATE jobs SET settings = '[1]'")
-
-
-STARTS: dict[str, Callable[[Path], Any]] = {
+STARTS: dict[str, Damage] = {
     "no database": lambda file: file.write_bytes(b"no database" * 999),
     "empty": lambda file: file.write_bytes(b""),
-    "cut": lambda file: file.write_bytes(file.read_bytes()[:5000]),
+    "cut": cut,
     "head": overwrite(0, 100),
     "middle": overwrite(4096, 4096),
     "folder": replace_by_folder,
-    "no table": drop_table,
+    "no table": lambda file: execute(file, "ALTER TABLE jobs RENAME TO other"),
     "other database": replace_by(None),
-    "row": break_row,
+    "row": lambda file: execute(file, "UPDATE jobs SET settings = '[1]'"),
 }
 
 
-def test_a_start_with_a_damaged_journal(folder: Path) -> None:
+async def test_a_start_with_a_damaged_journal(folder: Path) -> None:
     """The refusal is one sentence with a remedy; after it, finished videos are listed again."""
-    run_with_timeout(create_job_and_stop(folder))
+    async with service_with_writer(folder) as jobs:
+        await jobs.create()
     finished = write_finished_video(folder / "jobs" / "video_1")
     messages = {}
     for kind, damage in STARTS.items():
@@ -430,7 +410,7 @@ def test_a_start_with_a_damaged_journal(folder: Path) -> None:
             Jobs(copy)
         messages[kind] = str(refusal.value)
         (copy / NAME).rename(copy / "aside")
-        assert run_with_timeout(list_states(Jobs(copy))) == {finished: "completed"}, kind
+        assert await list_states(Jobs(copy)) == {finished: "completed"}, kind
         shutil.rmtree(copy)
     check_refusals("serve: journals at the start", messages, HIDDEN)
 
@@ -482,19 +462,11 @@ async def test_a_finished_video_is_a_job_again(folder: Path) -> None:
     assert await list_states(Jobs(folder)) == {name: "completed", remix["id"]: "queued"}
 
 
-async def test_a_video_with_a_length_of_64_bits_is_whole(folder: Path) -> None:
-    """As ISO/IEC 14496-12 writes it: the size 1, the type, then eight bytes of length."""
-    name = write_finished_video(folder / "jobs" / "video_1")
-    with (folder / "jobs" / name / "video.mp4").open("ab") as file:
-        file.write(struct.pack(">I4sQ", 1, b"free", 24) + bytes(8))
-    assert await list_states(Jobs(folder)) == {name: "completed"}
-
-
-def change_record(**values: Any) -> Callable[[Path], Any]:
+def change_record(**values: Any) -> Damage:
     return lambda folder: (folder / "video.json").write_text(json.dumps(RECORD | values))
 
 
-def link_away(name: str) -> Callable[[Path], None]:
+def link_away(name: str) -> Damage:
     def change(folder: Path) -> None:
         (folder / name).rename(folder.parent.parent / name)
         (folder / name).symlink_to(folder.parent.parent / name)
@@ -502,10 +474,13 @@ def link_away(name: str) -> Callable[[Path], None]:
     return change
 
 
-UNFINISHED: dict[str, Callable[[Path], Any]] = {
-    "cut video": lambda folder: (folder / "video.mp4").write_bytes(
-        (folder / "video.mp4").read_bytes()[:-100]
-    ),
+def truncate(folder: Path) -> None:
+    with (folder / "video.mp4").open("r+b") as file:
+        file.truncate((folder / "video.mp4").stat().st_size - 100)
+
+
+UNFINISHED: dict[str, Damage] = {
+    "cut video": truncate,
     "other video": lambda folder: (folder / "video.mp4").write_bytes(b"x" * 9999),
     "linked video": link_away("video.mp4"),
     "linked record": link_away("video.json"),
@@ -518,13 +493,17 @@ UNFINISHED: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def test_unfinished_videos_are_ignored(folder: Path) -> None:
+async def test_unfinished_videos_are_ignored(folder: Path) -> None:
+    """A length of 64 bits is as ISO/IEC 14496-12 has it: the size 1, the type, eight bytes."""
     write_finished_video(folder / "whole")
     for number, change in enumerate(UNFINISHED.values()):
         change(shutil.copytree(folder / "whole", folder / "jobs" / f"video_{number}"))
+    whole = shutil.copytree(folder / "whole", folder / "jobs" / "video_whole") / "video.mp4"
+    whole.write_bytes(whole.read_bytes() + struct.pack(">I4sQ", 1, b"free", 24) + bytes(8))
     files_before = sorted(folder.rglob("video*/*"))
-    states = run_with_timeout(list_states(Jobs(folder)))
+    states = await list_states(Jobs(folder))
     assert not {kind for number, kind in enumerate(UNFINISHED) if f"video_{number}" in states}
+    assert states == {"video_whole": "completed"}
     assert sorted(folder.rglob("video*/*")) == files_before
 
 
@@ -536,7 +515,7 @@ async def test_a_kill_before_the_journal_had_the_end(folder: Path) -> None:
             job = jobs.service.find_job(name)
             jobs.service.journal.update_job(job, state="in_progress", attempt=1, total=2)
         await jobs.service.journal.save()
-        await jobs.request(f"/v1/videos/{names[2]}", method="DELETE")
+        await jobs.delete(names[2])
     write_finished_video(folder / "jobs" / names[0])
     write_finished_video(folder / "jobs" / names[2])
     reopened = Jobs(folder)

@@ -7,15 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tests.pipelines import resolve_argv
 from tests.refusals import check_refusals
-from tests.serve.jobs import PROMPT, IdleRanks, Jobs
-from tests.serve.serving import Faults, ServiceProcess, generate_frames, read_frames
+from tests.serve.jobs import IdleRanks, Jobs
 from wan.serve import ranks
 from wan.serve.service import Limits
 
@@ -76,9 +74,8 @@ async def test_the_list(jobs: Jobs, folder: Path) -> None:
 async def test_without_a_folder(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path / "jobs")
     assert (await jobs.request("/v1/loras"))[2] == {"object": "list", "data": []}
-    status, _, answer = await jobs.request("/v1/videos", {"prompt": PROMPT, "lora": {"name": "a"}})
-    assert (status, answer["error"]["param"]) == (400, "lora")
-    assert "--lora_folder" in answer["error"]["message"]
+    error = await jobs.refuse({"lora": {"name": "a"}})
+    assert error["param"] == "lora" and "--lora_folder" in error["message"]
 
 
 async def test_refused_before_queueing(jobs: Jobs, folder: Path) -> None:
@@ -96,32 +93,26 @@ async def test_refused_before_queueing(jobs: Jobs, folder: Path) -> None:
     sentences = {}
     for case, value in values.items():
         for key in ("lora", "loras"):
-            body = {"prompt": PROMPT, key: value}
-            status, _, answer = await jobs.request("/v1/videos", body)
-            assert (status, answer["error"]["param"]) == (400, key), (case, answer)
-        sentences[case] = answer["error"]["message"]
+            error = await jobs.refuse({key: value})
+            assert error["param"] == key, (case, error)
+        sentences[case] = error["message"]
     check_refusals("LoRAs of requests", sentences)
     assert not jobs.service.journal.count_states()
     assert not [*(jobs.folder / "jobs").iterdir()]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+async def test_every_form_is_the_same_job(jobs: Jobs) -> None:
+    for field, value in (
         ("lora", {"name": "a", "scale": 0.5}),
         ("lora", {"lora_name": "a", "lora_scale": 0.5, "int_id": 3}),
         ("loras", [{"adapter": "a", "scale": "0.5", "expert": None}]),
         ("video_lora", ["a=0.5"]),
         ("extra_body", {"lora": '{"name": "a", "scale": 0.5}'}),
-    ],
-)
-async def test_every_form_is_the_same_job(jobs: Jobs, field: str, value: Any) -> None:
-    name = await jobs.create({field: value})
-    job = jobs.service.journal.get(name)
-    assert job is not None
-    assert job.settings["video_lora"] == [{"name": "a", "scale": 0.5}]
-    video = await jobs.get_video(name)
-    assert video["lora"] == job.settings["video_lora"]
+    ):
+        name = await jobs.create({field: value})
+        settings = jobs.service.find_job(name).settings
+        assert settings["video_lora"] == [{"name": "a", "scale": 0.5}], value
+        assert (await jobs.get_video(name))["lora"] == settings["video_lora"]
 
 
 async def test_jobs_of_the_same_loras_follow_each_other(jobs: Jobs) -> None:
@@ -136,8 +127,8 @@ async def test_jobs_of_the_same_loras_follow_each_other(jobs: Jobs) -> None:
         jobs.complete(started[-1])
     order = [chosen[names.index(name)] for name in started]
     assert order == ["a", "a", "a", "b", "b", "a=0.5", ""]
-    status, _, remix = await jobs.request(f"/v1/videos/{names[0]}/remix", {"prompt": "other"})
-    assert (status, remix["lora"]) == (200, [{"name": "a", "scale": 1.0}])
+    remix = await jobs.remix(names[0])
+    assert remix["lora"] == [{"name": "a", "scale": 1.0}]
     assert idle_ranks.job_groups[-1][0]["settings"]["video_lora"] == remix["lora"]
 
 
@@ -151,52 +142,3 @@ def test_ranks_compare_the_content(tmp_path: Path, tiny: Any) -> None:
         argv = ["--ckpt_dir", tiny("t2v-A14B"), *FLAGS, "--lora_folder", folder, "--base_seed", 1]
         hashes.append(ranks._hash_run(resolve_argv([*argv, "--video_lora", "a"])))
     assert hashes[0] == hashes[1] != hashes[2]
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.xdist_group("serve")
-def test_two_ranks(tmp_path: Path, tiny: Any, folder: Path) -> None:
-    """Alternating LoRAs and failed jobs: the frames of `generate.py --lora`, and of none."""
-    common = ["--ckpt_dir", tiny("t2v-A14B"), *FLAGS, "--dit_fsdp"]
-    start = [*common, "--prompt", PROMPT, "--base_seed", 1, "--ulysses_size", 2]
-    merged = {}
-    for name in ("a", "b", "none"):
-        lora = [] if name == "none" else ["--lora", folder / f"{name}.safetensors"]
-        merged[name] = generate_frames(tmp_path / f"{name}.mp4", *start, *lora, ranks=2)
-    assert np.abs(merged["a"].astype(int) - merged["b"]).mean() > 3
-    step, read = "wan.pipeline.denoise:apply_guidance", "wan.pipeline.video_loras:VideoLoraLoader"
-    solver = "wan.pipeline.denoise:DenoisingLoop._check_finite"
-    faults = Faults(tmp_path / "faults", step, f"{read}.read", solver)
-    options = ["--lora_folder", folder, "--lora_cache", "0.0001"]
-    journal = tmp_path / "journal"
-    with ServiceProcess(journal, 2, options, common, path=faults.path) as service:
-
-        def make(name: str) -> dict[str, Any]:
-            lora = {} if name == "none" else {"lora": {"name": name}}
-            return service.wait_for_video(service.create(prompt=PROMPT, seed=1, **lora))
-
-        frames: dict[str, list[np.ndarray]] = {name: [] for name in merged}
-        pids = service.list_rank_pids()
-        for name in ("a", "b", "none", "a", "none", "b"):
-            if len(frames["a"]) == 2:  # read again, on one rank only; then fail in a step
-                for place in (f"{read}.read", solver):
-                    faults.arm(1, place, "raise")
-                    video = make("a")
-                    assert (video["status"], faults.is_armed) == ("failed", False)
-            video = make(name)
-            assert video["status"] == "completed", video
-            frames[name].append(read_frames(journal / "jobs" / video["id"] / "video.mp4"))
-        assert service.list_rank_pids() == pids
-        faults.arm(1, step, "kill")  # the ranks end, and the job is made again with its LoRA
-        frames["a"].append(read_frames(journal / "jobs" / make("a")["id"] / "video.mp4"))
-        record = json.loads((journal / "jobs" / video["id"] / "video.json").read_text())
-    for name, videos in frames.items():
-        assert all(np.array_equal(videos[0], other) for other in videos), name
-        difference = np.abs(videos[0].astype(int) - merged[name])
-        assert difference.mean() < 0.1, (name, difference.mean(), difference.max())
-    assert np.array_equal(frames["none"][0], merged["none"])
-    content = (folder / "b.safetensors").read_bytes()
-    (entry,) = record["video_lora"]
-    assert (entry["name"], entry["scale"]) == ("b", 1.0)
-    assert entry["sha256"] == hashlib.sha256(content).hexdigest()

@@ -52,27 +52,29 @@ def test_a_silent_rank_hangs_whatever_the_others_do() -> None:
     assert group.pass_time(100_000) is None  # idle
     assert group.pass_time(SILENCE - 2, ranks=(0,)) is None
     assert "Rank 1 has not answered" in str(group.pass_time(10, moving=(0,), ranks=(0,)))
+    start = Group()  # which gives no sign
+    assert start.pass_time(TIMEOUT - 10, ranks=()) is None
+    assert start.pass_time(20, ranks=()) is not None
 
 
-def test_a_step_that_takes_much_longer_than_those_before() -> None:
+@pytest.mark.parametrize(
+    ("step", "follows", "limit", "reason"),
+    [
+        (30, True, 30 * FACTOR, "no progress"),
+        (1, True, FLOOR, "no progress"),
+        (1, False, TIMEOUT, "--dist_timeout"),  # decoding and writing follow
+    ],
+)
+def test_a_step_that_takes_much_longer_than_those_before(
+    step: float, follows: bool, limit: float, reason: str
+) -> None:
     group = Group()
     group.start("a")
     assert group.pass_time(TIMEOUT - 10) is None  # no step was measured: a load, or a first step
     group.step()
-    group.step(seconds=30)
-    assert group.pass_time(30 * FACTOR - 2) is None
-    assert "no progress" in str(group.pass_time(10))
-
-
-def test_short_steps_leave_room_for_other_stages() -> None:
-    group = Group()
-    group.start("a")
-    group.step()
-    group.step(seconds=1)
-    assert group.pass_time(FLOOR - 2) is None
-    group.step(follows=False)  # decoding and writing follow
-    assert group.pass_time(TIMEOUT - 10) is None
-    assert "--dist_timeout" in str(group.pass_time(20))
+    group.step(seconds=step, follows=follows)
+    assert group.pass_time(limit - 2) is None
+    assert reason in str(group.pass_time(10))
 
 
 def test_slow_work_is_no_hang() -> None:
@@ -118,12 +120,6 @@ def test_ranks_wait_as_long_as_they_like_for_the_next_job(end: str) -> None:
     for job, reason in (("a", "no progress"), ("b", "None")):
         group.monitor.receive(0, {"is": end, "job": job}, group.now)
         assert reason in str(group.pass_time(TIMEOUT + 10))
-
-
-def test_a_start_that_gives_no_sign() -> None:
-    group = Group()
-    assert group.pass_time(TIMEOUT - 10, ranks=()) is None
-    assert group.pass_time(20, ranks=()) is not None
 
 
 def test_a_pause_of_the_front_is_not_the_ranks() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.serve.bodies import FORM, make_form
-from tests.serve.jobs import PROMPT, Jobs
+from tests.serve.jobs import PROMPT, Jobs, wait_for_text
 from tests.serve.test_journal import RECORD, write_finished_video
 from wan.serve.service import Limits
 
@@ -46,8 +46,6 @@ async def test_seeds(jobs: Jobs) -> None:
 async def test_one_after_the_other(jobs: Jobs) -> None:
     """Progress counts all videos; each can be fetched once it is complete."""
     name = await jobs.create({"n": 3, "seed": 7, "preview": True})
-    other = await jobs.create({"priority": 5})
-    await jobs.request(f"/v1/videos/{other}", method="DELETE")
     ranks = jobs.start_idle_ranks()
     other = await jobs.create({"priority": 5})  # waits until the started job has ended
     for index in range(3):
@@ -64,15 +62,13 @@ async def test_one_after_the_other(jobs: Jobs) -> None:
         assert (await jobs.request(path))[0] == 404
         preview = Path(command["file"]).with_suffix(".preview.jpg")
         preview.write_bytes(b"%d" % index)
-        assert (await jobs.request(f"/v1/videos/{name}/content?variant=preview"))[
-            2
-        ] == b"%d" % index
+        shown = await jobs.request(f"/v1/videos/{name}/content?variant=preview")
+        assert shown[2] == b"%d" % index
         jobs.complete(command["job"], seconds=index + 1.0, record=make_record(index))
         status, headers, content = await jobs.request(path)
         assert (status, content) == (200, b"video")
-        assert (
-            f'filename="{name}{f"-{index}" if index else ""}.mp4"' in headers["content-disposition"]
-        )
+        file_name = f"{name}-{index}.mp4" if index else f"{name}.mp4"
+        assert f'filename="{file_name}"' in headers["content-disposition"]
     video = await jobs.get_video(name)
     assert (video["status"], video["progress"], video["inference_time_s"]) == ("completed", 100, 6)
     assert video["stage_durations"] == {"denoising": 3} and video["peak_memory_mb"] == 3
@@ -84,7 +80,7 @@ async def test_one_after_the_other(jobs: Jobs) -> None:
     for query, status in (("index=3", 404), ("index=x", 400), ("variant=3", 404)):
         assert (await jobs.request(f"/v1/videos/{name}/content?{query}"))[0] == status
     assert jobs.get_state(other) == "in_progress"
-    await jobs.request(f"/v1/videos/{name}", method="DELETE")
+    await jobs.delete(name)
     assert not (jobs.folder / "jobs" / name).exists()
 
 
@@ -98,8 +94,9 @@ async def test_events_of_each_video(jobs: Jobs) -> None:
     name = await jobs.create({"n": 2})
     ranks = jobs.start_idle_ranks()
     jobs.complete(ranks.job_groups[-1][0]["job"])
-    stream = asyncio.create_task(jobs.request(f"/v1/videos/{name}/events"))
-    await asyncio.sleep(0.02)
+    messages: list[Any] = []
+    stream = asyncio.create_task(jobs.request(f"/v1/videos/{name}/events", messages=messages))
+    await wait_for_text(messages, b"event: stage")
     jobs.complete(ranks.job_groups[-1][0]["job"])
     _, _, text = await stream
     events = [line for line in text.decode().splitlines() if '"completed": 1' in line]
@@ -108,7 +105,7 @@ async def test_events_of_each_video(jobs: Jobs) -> None:
 
 async def test_a_remix_and_a_synchronous_request(jobs: Jobs) -> None:
     name = await jobs.create({"seed": [7, 3]})
-    _, _, remixed = await jobs.request(f"/v1/videos/{name}/remix", {"prompt": "a blue star"})
+    remixed = await jobs.remix(name)
     assert [output["seed"] for output in remixed["data"]] == [7, 3]
     for route in ("sync", "generations"):
         status, _, answer = await jobs.request(f"/v1/videos/{route}", {"prompt": PROMPT, "n": 2})
@@ -119,10 +116,8 @@ async def test_videos_are_counted_by_the_queue_and_its_estimates(tmp_path: Path)
     jobs = Jobs(tmp_path / "jobs", Limits(queue=5, batch_size=1))
     jobs.complete(await jobs.create(), 10.0)
     first = await jobs.create({"n": 3})
-    status, _, answer = await jobs.request("/v1/videos", {"prompt": PROMPT, "n": 3})
-    assert (status, answer["error"]["code"]) == (429, "queue_full")
-    status, _, answer = await jobs.request("/v1/videos", {"prompt": PROMPT, "n": 6})
-    assert (status, answer["error"]["param"]) == (400, "n")
+    assert (await jobs.refuse({"n": 3}, 429))["code"] == "queue_full"
+    assert (await jobs.refuse({"n": 6}))["param"] == "n"
     last = jobs.service.find_job(await jobs.create({"n": 2}))
     estimates = jobs.service.estimates
     assert (estimates.estimate_wait(last), estimates.estimate_wait()) == (30, 50)
@@ -185,7 +180,7 @@ async def test_videos_that_share_the_loads_of_experts(tmp_path: Path) -> None:
     assert video["error"] == {"code": "not_finite", "message": "Video 2 of 3: A NaN."}
     jobs.complete(second, 11.0, loading=10.0)
     assert [command["job"] for command in ranks.job_groups[-1]] == [f"{second}.1", f"{second}.2"]
-    await jobs.request(f"/v1/videos/{second}", method="DELETE")
+    await jobs.delete(second)
     assert ranks.cancelled[2:] == [f"{second}.1", f"{second}.2"]
     for name in ranks.cancelled[2:]:
         assert (jobs.folder / "jobs" / second).exists()
@@ -207,8 +202,7 @@ async def test_a_restart_continues_with_the_next_video(is_recorded: bool, tmp_pa
     (folder / "video.mp4").unlink(missing_ok=True)
     write_finished_video(folder)
     (folder / "video-1.preview.jpg").write_bytes(b"\xff\xd8\xff")
-    jobs.service.journal.close()  # as written before a kill
-    reopened = Jobs(jobs.folder, Limits(batch_size=1))
+    reopened = jobs.restart()
     video = await reopened.get_video(name)
     assert (video["status"], video["steps"]) == ("queued", [2, 6])
     assert {path.name for path in folder.iterdir()} == {"video.mp4", "video.json"}
@@ -228,14 +222,11 @@ async def test_kills_during_the_second_video(tmp_path: Path) -> None:
     folder = jobs.folder / "jobs" / name
     (folder / "video.mp4").unlink()
     write_finished_video(folder)
-    states = []
-    for _ in range(2):
-        jobs.service.journal.close()  # as written before a kill
-        jobs = Jobs(jobs.folder, Limits(batch_size=1))
+    for state, attempt in (("queued", 1), ("failed", 2)):
+        jobs = jobs.restart()
         video = await jobs.get_video(name)
-        states.append((video["status"], video["attempt"]))
+        assert (video["status"], video["attempt"]) == (state, attempt)
         jobs.start_idle_ranks()
-    assert states == [("queued", 1), ("failed", 2)]
 
 
 async def test_a_video_that_is_gone_at_the_start_is_made_again(tmp_path: Path) -> None:
@@ -245,8 +236,7 @@ async def test_a_video_that_is_gone_at_the_start_is_made_again(tmp_path: Path) -
     for index in range(2):
         jobs.complete(f"{name}.{index}" if index else name)
     (jobs.folder / "jobs" / name / "video.mp4").unlink()
-    jobs.service.journal.close()
-    reopened = Jobs(jobs.folder, Limits(batch_size=1))
+    reopened = jobs.restart()
     assert (await reopened.get_video(name))["steps"] == [0, 6]
     assert not [*(jobs.folder / "jobs" / name).iterdir()]
     (command,) = reopened.start_idle_ranks().job_groups[-1]

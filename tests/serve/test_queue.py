@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import errno
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from tests.serve.bodies import FORM, make_data_url, make_form, make_picture
 from tests.serve.jobs import PROMPT, IdleRanks, Jobs
 from wan.serve.service import Limits
 
-SINGLE_JOB = Limits(batch_size=1)
 RANKS_LOST: dict[str, Any] = {"code": "ranks_lost", "message": "The ranks have ended."}
 
 
@@ -34,16 +34,24 @@ def complete_all(jobs: Jobs, ranks: IdleRanks) -> list[str]:
 
 # Order.
 
+STEPS = {"num_inference_steps": 3}  # of another shape
+ORDERS: dict[str, tuple[list[dict[str, Any]], list[int]]] = {
+    # the fields of jobs that wait while one of the usual shape runs; their order
+    "higher priorities, then earlier requests": (
+        [{"priority": priority} for priority in (0, 5, -3, 5, 0, 100)],
+        [5, 1, 3, 0, 4, 2],
+    ),
+    "four of the last shape may pass one": ([STEPS, *[{}] * 6], [1, 2, 3, 4, 0, 5, 6]),
+    "none passes one of more priority": ([{"priority": -1}, STEPS], [1, 0]),
+}
 
-async def test_higher_priorities_come_first_and_then_earlier_requests(jobs: Jobs) -> None:
-    ids = {
-        (priority, number): await jobs.create({"priority": priority})
-        for number, priority in enumerate([0, 5, -3, 5, 0, 100])
-    }
-    expected = [ids[key] for key in sorted(ids, key=lambda key: (-key[0], key[1]))]
-    waiting = [job.id for job in jobs.service.journal.list_in_state("queued")]
-    assert waiting == expected
-    assert complete_all(jobs, jobs.start_idle_ranks()) == expected
+
+@pytest.mark.parametrize("case", ORDERS)
+async def test_order(case: str, jobs: Jobs) -> None:
+    waiting, order = ORDERS[case]
+    first, ranks = await jobs.create(), jobs.start_idle_ranks()
+    names = [await jobs.create(fields) for fields in waiting]
+    assert complete_all(jobs, ranks) == [first, *(names[index] for index in order)]
 
 
 async def test_the_wait_is_that_of_the_jobs_before(jobs: Jobs) -> None:
@@ -68,74 +76,89 @@ async def test_estimates_after_a_restart_are_of_the_newest_jobs(jobs: Jobs) -> N
         name = await jobs.create({"n": 2})
         jobs.complete(name, float(seconds))
         jobs.complete(f"{name}.1", float(seconds), ended=1e9 + seconds)
-    jobs.service.journal.close()
-    reopened = Jobs(jobs.folder, SINGLE_JOB)
+    reopened = jobs.restart()
     job = reopened.service.find_job(await reopened.create())
     assert reopened.service.estimates.estimate_seconds(job) == 6.0
 
 
-async def test_an_estimate_of_other_work(jobs: Jobs) -> None:
-    """Half as long without guidance; by the median rate if more steps took less time."""
-    jobs.complete(await jobs.create({"num_inference_steps": 2}), 10.0)
-    halved = jobs.service.find_job(await jobs.create({"guidance_scale": 1}))
-    assert jobs.service.estimates.estimate_seconds(halved) == pytest.approx(5)
-    jobs.complete(await jobs.create({"num_inference_steps": 1}), 20.0)
-    longer = jobs.service.find_job(await jobs.create({"num_inference_steps": 4}))
-    assert jobs.service.estimates.estimate_seconds(longer) == pytest.approx(
-        4 * (20 / 1 + 10 / 2) / 2
-    )
+LONG: dict[str, Any] = {"num_inference_steps": 40}
+ESTIMATES: dict[str, tuple[list[tuple[dict[str, Any], float]], dict[str, Any], float]] = {
+    # completed jobs with their seconds; another one, and its estimated seconds
+    "a constant part": (
+        [({"num_inference_steps": steps}, 10.0 + 2 * steps) for steps in (1, 2, 4)],
+        LONG,
+        90,
+    ),
+    "half as long without guidance": ([({}, 10.0)], {"guidance_scale": 1}, 5),
+    "the median rate if more steps took less time": (
+        [({"num_inference_steps": 1}, 20.0), ({"num_inference_steps": 2}, 10.0)],
+        LONG,
+        40 * (20 / 1 + 10 / 2) / 2,
+    ),
+    "all clips": ([({}, 10.0)], {"prompt": ["a"] * 3, "input_reference": make_data_url()}, 30),
+}
 
 
-async def test_an_estimate_of_more_clips(tmp_path: Path) -> None:
-    jobs = Jobs(tmp_path / "jobs", flags=["--task", "i2v-A14B"])
-    image = {"input_reference": make_data_url()}
-    one, three = [await jobs.create({**image, "prompt": ["a"] * count}) for count in (1, 3)]
-    jobs.complete(one, 10.0)
-    three_clips = jobs.service.find_job(three)
-    assert jobs.service.estimates.estimate_seconds(three_clips) == pytest.approx(30)
-
-
-async def test_four_later_jobs_of_the_last_shape_may_pass_one(jobs: Jobs) -> None:
-    first = await jobs.create()
-    ranks = jobs.start_idle_ranks()
-    other = await jobs.create({"num_inference_steps": 3})
-    same = [await jobs.create() for _ in range(6)]
-    assert complete_all(jobs, ranks) == [first, *same[:4], other, *same[4:]]
-
-
-async def test_no_job_passes_one_of_more_priority(jobs: Jobs) -> None:
-    first = await jobs.create()
-    ranks = jobs.start_idle_ranks()
-    lower = await jobs.create({"priority": -1})
-    other = await jobs.create({"num_inference_steps": 3})
-    assert complete_all(jobs, ranks) == [first, other, lower]
+@pytest.mark.parametrize("case", ESTIMATES)
+async def test_an_estimate_of_other_work(case: str, tmp_path: Path) -> None:
+    completed, other, seconds = ESTIMATES[case]
+    image = {"input_reference": make_data_url()} if "prompt" in other else {}
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", "i2v-A14B"] if image else [])
+    for fields, duration in completed:
+        jobs.complete(await jobs.create(fields | image), duration)
+    job = jobs.service.find_job(await jobs.create(other))
+    last = jobs.service.find_job(await jobs.create(image))
+    estimates = jobs.service.estimates
+    assert estimates.estimate_seconds(job) == pytest.approx(seconds)
+    assert estimates.estimate_wait(last) == pytest.approx(seconds)
+    jobs.service.delete(job)
+    assert estimates.estimate_wait(last) == pytest.approx(0)
 
 
 # Limits.
 
 
 async def test_as_many_jobs_wait_as_the_limit_says(tmp_path: Path) -> None:
-    """A job that runs does not count, and neither does one that was deleted."""
+    """A job that runs does not count, and neither does one that was deleted.
+
+    There is room for two requests that come at once, and for one when their files are checked.
+    """
     jobs = Jobs(tmp_path / "jobs", Limits(queue=2, batch_size=1))
-    waiting = [await jobs.create() for _ in range(2)]
-    body = {"prompt": PROMPT}
+    waiting, body = await jobs.create(), {"prompt": PROMPT}
+    answers = await asyncio.gather(*(jobs.request("/v1/videos", body) for _ in range(2)))
+    assert sorted(status for status, _, _ in answers) == [200, 429]
     status, headers, answer = await jobs.request("/v1/videos", body)
     assert (status, answer["error"]["code"]) == (429, "queue_full")
     assert int(headers["retry-after"]) > 0 and headers["x-should-retry"] == "true"
-    await jobs.request(f"/v1/videos/{waiting[0]}", method="DELETE")
+    await jobs.delete(waiting)
     await jobs.create()
-    assert (await jobs.request("/v1/videos", body))[0] == 429
+    await jobs.refuse({}, 429)
     jobs.start_idle_ranks()
     await jobs.create()
-    assert (await jobs.request("/v1/videos", body))[0] == 429
+    await jobs.refuse({}, 429)
 
 
-async def test_requests_at_once_do_not_exceed_the_limit(tmp_path: Path) -> None:
-    """There is room for both when they come, and no more when their files are checked."""
-    jobs = Jobs(tmp_path / "jobs", Limits(queue=1))
-    bodies = [{"prompt": PROMPT, "seed": seed} for seed in (1, 2)]
-    answers = await asyncio.gather(*(jobs.request("/v1/videos", body) for body in bodies))
-    assert sorted(status for status, _, _ in answers) == [200, 429]
+async def test_a_full_disk(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a job, while its files are written, and while its video is made."""
+    job_files, name = jobs.folder / "jobs", await jobs.create()
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for function, stand_in in (
+        ("shutil.disk_usage", lambda _: SimpleNamespace(free=999_999)),
+        ("wan.serve.job_files.JobFiles.write_uploads", fail),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(function, stand_in)
+            status, headers, answer = await jobs.request("/v1/videos", {"prompt": PROMPT})
+        assert (status, answer["error"]["code"]) == (507, "disk_full")
+        assert int(headers["retry-after"]) > 0
+        assert [path.name for path in job_files.iterdir()] == [name]
+    jobs.start_idle_ranks()
+    jobs.handle_rank_message("ended", code="disk_full", message="The disk is full.")
+    video = await jobs.get_video(name)
+    assert (video["status"], video["error"]["code"]) == ("failed", "disk_full")
 
 
 LIMITS: list[tuple[Limits, dict[str, Any], bool]] = [
@@ -199,7 +222,7 @@ async def test_more_than_ten_pictures_stay_in_order(tmp_path: Path) -> None:
     """The ranks get the images in the order of the request."""
     pictures = [make_picture(number) for number in range(12)]
     form = make_form({"prompt": PROMPT, "src_ref_images": pictures})
-    jobs = Jobs(tmp_path / "jobs", SINGLE_JOB, flags=["--task", "vace-A14B"])
+    jobs = Jobs(tmp_path / "jobs", Limits(batch_size=1), flags=["--task", "vace-A14B"])
     ranks = jobs.start_idle_ranks()
     status, _, video = await jobs.request("/v1/videos", form, Content_Type=FORM)
     assert status == 200, video
@@ -262,15 +285,14 @@ async def test_a_job_that_ran_when_the_front_was_killed(jobs: Jobs) -> None:
     name = await begin_job(jobs)
     expected_files = write_attempt_files(jobs, name)
     await jobs.service.journal.save()
-    reopened = Jobs(jobs.folder, SINGLE_JOB)
+    reopened = jobs.restart()
     video = await reopened.get_video(name)
     assert (video["status"], video["progress"]) == ("queued", 0)
     assert list_job_files(jobs, name) == expected_files
     reopened.start_idle_ranks()
     write_attempt_files(reopened, name)
     await reopened.service.journal.save()
-    last = Jobs(jobs.folder, SINGLE_JOB)
-    video = await last.get_video(name)
+    video = await reopened.restart().get_video(name)
     assert (video["status"], video["error"]["code"]) == ("failed", "interrupted")
     assert list_job_files(jobs, name) == {"upload-image"}
 
@@ -281,7 +303,7 @@ async def test_a_job_that_is_deleted_while_it_runs(jobs: Jobs) -> None:
     name = await begin_job(jobs)
     next_id = await jobs.create()
     write_attempt_files(jobs, name)
-    await jobs.request(f"/v1/videos/{name}", method="DELETE")
+    await jobs.delete(name)
     assert (ranks.cancelled, list_group_ids(ranks)) == ([name], [[name]])
     jobs.handle_rank_message(
         "failed", job=name, code="cancelled", message="The video was cancelled."
@@ -303,8 +325,7 @@ async def test_a_stop_is_no_attempt(jobs: Jobs) -> None:
     for _ in range(3):
         await current.service.stop()
         assert list_job_files(current, name) == expected_files
-        current.service.journal.close()
-        current = Jobs(jobs.folder, SINGLE_JOB)
+        current = current.restart()
         video = await current.get_video(name)
         assert (video["status"], video["progress"], video["attempt"]) == ("queued", 0, 0)
         current.start_idle_ranks()
@@ -327,22 +348,17 @@ async def test_jobs_that_lost_memory_are_made_one_by_one(tmp_path: Path) -> None
     assert jobs.get_state(both[0]) == "failed"
 
 
-async def test_a_remix_of_a_long_video_has_as_many_clips(tmp_path: Path) -> None:
-    """It also starts from the same image."""
-    jobs = Jobs(tmp_path / "jobs", SINGLE_JOB, flags=["--task", "i2v-A14B"])
-    name = await jobs.create({"prompt": ["a", "b", "c"], "input_reference": make_data_url()})
-    remix = (await jobs.request(f"/v1/videos/{name}/remix", {"prompt": "d"}))[2]
-    assert remix["num_frames"] == (await jobs.get_video(name))["num_frames"]
-    job = jobs.service.find_job(remix["id"])
-    assert (job.settings["prompt"], job.settings["num_clip"]) == ("d", 3)
-    assert jobs.service.files.upload_path(job, "image").read_bytes() == make_picture()
-
-
-async def test_a_remix_has_the_priority_and_the_settings_of_the_other(jobs: Jobs) -> None:
-    name = await jobs.create({"priority": 7, "seed": 5, "guidance_scale": 2})
-    remix = (await jobs.request(f"/v1/videos/{name}/remix", {"prompt": "a blue star"}))[2]
-    job = jobs.service.find_job(remix["id"])
-    assert (job.priority, job.settings["base_seed"]) == (7, 5)
-    assert job.settings["prompt"] == "a blue star"
-    assert remix["guidance"] == (await jobs.get_video(name))["guidance"]
-    assert json.loads(jobs.service.find_job(name).shape) == json.loads(job.shape)
+async def test_a_remix(tmp_path: Path) -> None:
+    """It has the image, the priority, the settings and as many clips as the other one."""
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", "i2v-A14B"])
+    fields = {"priority": 7, "seed": 5, "guidance_scale": 2, "input_reference": make_data_url()}
+    for prompt, num_clip in (("a", None), (["a", "b", "c"], 3)):
+        name = await jobs.create({"prompt": prompt, **fields})
+        video, remix = await jobs.get_video(name), await jobs.remix(name)
+        assert [remix[key] for key in ("num_frames", "guidance")] == [
+            video[key] for key in ("num_frames", "guidance")
+        ]
+        one, two = (jobs.service.find_job(job_id) for job_id in (name, remix["id"]))
+        assert (two.priority, two.settings["base_seed"]) == (7, 5) and one.shape == two.shape
+        assert (two.settings["prompt"], two.settings.get("num_clip")) == ("a blue star", num_clip)
+        assert jobs.service.files.upload_path(two, "image").read_bytes() == make_picture()

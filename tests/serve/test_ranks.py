@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,19 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist import Ranks, make_rank_envs
 from tests.frames import read_frames
 from tests.pipelines import resolve_argv
 from wan.app.flag_parser import parse_flags
 from wan.device import select_device
 from wan.distributed.gloo_group import GlooGroup
-from wan.pipeline import build, denoise
+from wan.pipeline import build
 from wan.pipeline.denoise import DenoisingLoop
 from wan.serve import ranks
 from wan.serve.rpc import FrontLink
 from wan.settings.presets import PRESETS
 from wan.tasks.base import DenoiseInputs, make_video_params
-from wan.utils import env
 
 
 class Front:
@@ -105,39 +101,32 @@ def serve_commands(
     assert ranks.RankWorker(parse_flags(argv), pipeline, None, link, 2).serve() == 0
 
 
-def test_the_last_texts_are_kept(tmp_path: Path, one_thread: None) -> None:
-    """The newest ones, up to the limit; a video reports how many of its prompts were cached."""
-    front = Front()
-    serve_commands(tmp_path, front, *([(f"{i}", prompt, 1)] for i, prompt in enumerate("xyzxz")))
-    texts = [item["texts"] for item in front.messages if item["is"] == "done"]
-    assert [tuple(item) for item in texts] == [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1)]
-
-
-def test_a_video_longer_than_the_training_is_logged(
+def test_videos_of_batches(
     tmp_path: Path, one_thread: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    serve_commands(tmp_path, Front(), [("a", "x", 1)], frame_num=85, size=(16, 16))
-    assert [text for text in caplog.messages if text.startswith("Video a: 85 frames are more")]
+    """Those of a batch share the loads of experts; one is cancelled, and one equals a lone video.
 
-
-def test_videos_that_share_the_loads_of_experts(tmp_path: Path, one_thread: None) -> None:
-    """One of them is cancelled; another one equals the video that is made alone."""
+    The prompts used last are kept, two of them; a video reports how many of its ones were cached.
+    """
     front = Front()
     front.cancelled.add("b")
     together = [("a", "x", 1), ("b", "x", 2), ("c", "x", 3)]
-    serve_commands(tmp_path, front, together, [("d", "x", 3)])
+    lone = [[(name, prompt, 3)] for name, prompt in zip("defgh", "xyzxz", strict=True)]
+    serve_commands(tmp_path, front, together, *lone, frame_num=1)
     ends = {item["job"]: item for item in front.messages if item["is"] in ("done", "failed")}
     assert {name: end["is"] for name, end in ends.items()} == {
-        **dict.fromkeys("acd", "done"),
+        **dict.fromkeys("acdefgh", "done"),
         "b": "failed",
     }
     assert ends["b"]["code"] == "cancelled" and not front.cancelled
     first, shared, alone = (read_frames(tmp_path / f"{name}.mp4") for name in "acd")
     assert (shared == alone).all() and (first != alone).any()
     assert 0 < ends["a"]["loading"] <= ends["c"]["loading"] <= ends["c"]["seconds"]
-
-
-# Errors.
+    texts = [tuple(ends[name]["texts"]) for name in "adefgh"]
+    assert texts == [(0, 1), (1, 1), (0, 1), (0, 1), (0, 1), (1, 1)]
+    assert not [text for text in caplog.messages if "frames are more" in text]
+    serve_commands(tmp_path, Front(), [("i", "x", 1)], frame_num=85, size=(16, 16), sample_steps=1)
+    assert [text for text in caplog.messages if text.startswith("Video i: 85 frames are more")]
 
 
 def test_ranks_that_would_make_different_videos_make_none(
@@ -157,44 +146,3 @@ def test_ranks_that_would_make_different_videos_make_none(
     assert ends["a"]["code"] == ends["b"]["code"] == "invalid_request"
     assert "different files" in ends["a"]["message"] and "missing" in ends["b"]["message"]
     assert [path.name for path in tmp_path.glob("*.mp4")] == ["c.mp4"]
-
-
-def run_without_memory(front: str) -> int:
-    """Runs a rank; the second one runs out of memory in the first step of a video."""
-
-    def velocity(*_: Any, **__: Any) -> Any:
-        raise MemoryError
-
-    if env.rank():
-        denoise.predict_velocity = velocity
-    return ranks.run_rank(Path(front))
-
-
-@pytest.mark.slow  # two interpreters; tests/distributed/test_launch.py has it without a service
-@pytest.mark.dist
-@pytest.mark.xdist_group("serve")
-def test_a_rank_without_memory_says_so_and_all_end(tmp_path: Path) -> None:
-    settings = {"size": "32*32", "frame_num": 5, "sample_steps": 2, "ulysses_size": 2}
-    settings["save_file"] = str(tmp_path / "none.mp4")
-    job = {"job": "a", "settings": {"prompt": "x"}, "file": str(tmp_path / "a.mp4")}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(60)
-        front = {"host": "127.0.0.1", "port": server.getsockname()[1], "secret": "open"}
-        file = tmp_path / "front.json"
-        file.write_text(json.dumps(front | {"settings": settings, "texts": 2}))
-        with Ranks(make_rank_envs(2), run_without_memory, str(file)) as processes:
-            links = {}
-            for _ in range(2):
-                link = server.accept()[0].makefile("rw")
-                hello = json.loads(link.readline())
-                assert (hello["is"], hello["secret"], hello["node"]) == ("hello", "open", 0)
-                assert hello["pid"] == processes.processes[hello["rank"]].pid
-                links[hello["rank"]] = link
-            for link in links.values():
-                while json.loads(link.readline())["is"] != "ready":
-                    pass
-            links[0].write(json.dumps({"do": "make", "jobs": [job]}) + "\n")
-            links[0].flush()
-            messages = [json.loads(line) for line in links[1]]
-            (lost,) = [message for message in messages if message["is"] == "lost"]
-            assert lost["code"] == "out_of_memory" and all(processes.wait_for_exit())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
@@ -12,18 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import imageio
 import numpy as np
 import pytest
-from PIL import Image
 
 from tests.conftest import slow
-from tests.dist import REPO, TORCHRUN, free_port
+from tests.dist import TORCHRUN, free_port
 from tests.serve.serving import (
     PROMPT,
     Faults,
@@ -33,8 +30,6 @@ from tests.serve.serving import (
     open_connection,
     read_frames,
 )
-from tests.tasks.tasks import write_moving_box
-from tools import make_character, make_sound
 
 pytestmark = [
     pytest.mark.dist,
@@ -45,6 +40,7 @@ pytestmark = [
 GENERATE_ARGS = ("--frame_num", 5, "--sample_steps", 2, "--base_seed", 7, "--prompt", PROMPT)
 LONG = {"num_inference_steps": 1000, "num_frames": 17}  # deleted before it is complete
 DENOISE, PIPELINE = "wan.pipeline.denoise:", "wan.pipeline.pipeline:Pipeline."
+WRITER = "wan.media.video_writer:Mp4Encoder."
 FAULTS: dict[str, tuple[int, str, str, bool, str | None, int]] = {
     # rank, failing function, fault, whether after its return, error of the job, restarts
     "between": (1, f"{DENOISE}DenoisingLoop._check_finite", "raise", False, "internal_error", 0),
@@ -55,14 +51,7 @@ FAULTS: dict[str, tuple[int, str, str, bool, str | None, int]] = {
     "killed in text": (1, f"{PIPELINE}encode_prompt", "kill", False, None, 1),
     "killed in denoising": (0, f"{DENOISE}predict_velocity", "kill", False, None, 1),
     "killed in decoding": (0, f"{PIPELINE}decode_to_sink", "kill", False, None, 1),
-    "killed in writing": (
-        0,
-        "wan.media.video_writer:Mp4Encoder.write_frames",
-        "kill",
-        False,
-        None,
-        1,
-    ),
+    "killed in writing": (0, f"{WRITER}write_frames", "kill", False, None, 1),
 }
 FAULT_TARGETS = dict.fromkeys(at for _, at, *_ in FAULTS.values())
 
@@ -129,12 +118,7 @@ def test_several_videos_of_one_job(served: ServiceProcess, own: np.ndarray, tmp_
     for variant, width in (("thumbnail", 64), ("spritesheet", 256), ("preview", 64)):
         picture = client.videos.download_content(created.id, variant=variant).read()
         assert imageio.v3.imread(picture).shape[1] == width
-    status, headers, part = served.request(f"{path}?index=1", Range="bytes=4-11")
-    assert status == 206 and part == content[4:12] and part.startswith(b"ftyp")
-    assert headers["content-type"] == "video/mp4"
-    cached = re.search(
-        r'wan_texts_total{from="cache"} (\S+)', served.request("/metrics")[2].decode()
-    )
+    cached = re.search(rb'wan_texts_total{from="cache"} (\S+)', served.request("/metrics")[2])
     assert cached is not None and float(cached[1]) > 0  # the second video has the same prompts
 
 
@@ -209,133 +193,6 @@ def test_a_killed_front(served: ServiceProcess) -> None:
     assert served.wait_for_video(waiting)["status"] == "completed"
 
 
-@pytest.mark.slow
-def test_a_sound_and_a_character(tmp_path: Path) -> None:
-    """Their files are uploads; a playlist that refers to other files is refused."""
-    sound = make_sound.write_wav(tmp_path / "s.wav")
-    make_character.write_character_folder(tmp_path / "moves", (48, 32), 17)
-    image = (REPO / "examples" / "star.png").read_bytes()
-    character_files = {path.stem: path.read_bytes() for path in (tmp_path / "moves").iterdir()}
-    tasks: dict[str, tuple[list[object], str, dict[str, bytes]]] = {
-        # flags, a field of sound or video, and all files
-        "s2v-14B": (
-            ["--infer_frames", 4, "--size", "64*64"],
-            "audio",
-            {"image": image, "audio": sound.read_bytes()},
-        ),
-        "animate-14B": (["--frame_num", 5], "src_pose", character_files),
-    }
-    for task, (flags, name, files) in tasks.items():
-        with ServiceProcess(tmp_path / task, 1, flags=["--task", task, *flags]) as served:
-            body = {"num_inference_steps": "1", "seed": "1", "num_clip": "1"} | files
-            status, _, video = served.request_form("/v1/videos", body)
-            assert status == 200, video
-            assert served.wait_for_video(video["id"])["status"] == "completed"
-            remix = served.client().videos.remix(video["id"], prompt="faster")
-            assert served.wait_for_video(remix.id)["status"] == "completed"
-            listed = {name: f"ffconcat version 1.0\nfile {sound}\n".encode()}
-            status, _, refused = served.request_form("/v1/videos", body | listed)
-            assert status == 400 and "cannot be read" in refused["error"]["message"], refused
-
-
-@pytest.mark.slow
-def test_a_video_its_mask_and_several_pictures(tmp_path: Path) -> None:
-    """As a form, as data URLs, and by generate.py; a second attempt reads the same files."""
-    names = ("v.mp4", "m.mp4", "a.png", "b.png")
-    for name in names[:2]:
-        write_moving_box(tmp_path / name)
-    for name, colour in (("a.png", "red"), ("b.png", "blue")):
-        Image.new("RGB", (40, 30), colour).save(tmp_path / name)
-    files = {name: (tmp_path / name).read_bytes() for name in names}
-    urls = {
-        name: f"data:application/octet-stream;base64,{base64.b64encode(x).decode()}"
-        for name, x in files.items()
-    }
-    more = {"prompt": PROMPT, "num_frames": 5, "num_inference_steps": 2, "seed": 1}
-    flags = ["--task", "vace-1.3B", "--size", "64*48"]
-
-    def make_inputs(contents: dict[str, Any], pictures: list[Any]) -> dict[str, Any]:
-        return {
-            "src_video": contents["v.mp4"],
-            "src_mask": contents["m.mp4"],
-            "src_ref_images": pictures,
-        }
-
-    with ServiceProcess(tmp_path / "jobs", 2, flags=flags) as served:
-        form = {name: str(value) for name, value in more.items()}
-        both = [files["a.png"], files["b.png"]]
-        bodies = [form | make_inputs(files, both), form | make_inputs(files, both[:1])]
-        answers = [served.request_form("/v1/videos", body) for body in bodies]
-        assert [status for status, _, _ in answers] == [200, 200], answers
-        ids = [answer["id"] for _, _, answer in answers]
-        pictures = [urls["a.png"], {"image_url": urls["b.png"]}]
-        ids.append(served.request("/v1/videos", more | make_inputs(urls, pictures))[2]["id"])
-        ids.append(served.client().videos.remix(ids[0], prompt=PROMPT).id)
-        assert [served.wait_for_video(item)["status"] for item in ids] == ["completed"] * 4
-        named = f"{tmp_path / 'a.png'},{tmp_path / 'b.png'}"
-        call = [*GENERATE_ARGS, *flags, "--src_ref_images", named, "--ulysses_size", 1]
-        call[call.index("--base_seed") + 1] = 1
-        call += ["--src_video", tmp_path / "v.mp4", "--src_mask", tmp_path / "m.mp4"]
-        expected = generate_frames(tmp_path / "own.mp4", *call, ranks=1)
-        results = [read_frames(served.folder / "jobs" / item / "video.mp4") for item in ids]
-        same = [(item == expected).all() for item in results]
-        assert same == [True, False, True, True]
-        status, _, refused = served.request_form(
-            "/v1/videos", form | make_inputs(files, [b"x" * 99])
-        )
-        assert status == 400 and "the uploaded src_ref_images" in refused["error"]["message"]
-
-
-@pytest.mark.slow
-def test_stopped_with_jobs(tmp_path: Path) -> None:
-    """The jobs are made after the next start, each once."""
-    with ServiceProcess(tmp_path / "jobs", 2) as served:
-        ids = [served.create(seed=7, num_inference_steps=n) for n in (30, 2, 2)]
-        served.wait(lambda: has_finished_steps(served, ids[0]))
-        with ThreadPoolExecutor() as threads:
-            waiting = threads.submit(served.request, "/v1/videos/sync", {"prompt": PROMPT})
-            events = threads.submit(served.request, f"/v1/videos/{ids[0]}/events")
-            served.wait(lambda: served.health()["queued"] == 3)
-            start = time.monotonic()
-            assert served.stop() == 0 and time.monotonic() - start < 15
-        assert not served.list_rank_pids() and not served.count_tracebacks(), served.read_logs()
-        assert waiting.result()[2]["error"]["code"] == "stopping"
-        assert b"event: step" in events.result()[2]
-        assert not [*(tmp_path / "jobs" / "jobs" / ids[0]).iterdir()]
-        served.start()
-        ended = [served.wait_for_video(video) for video in ids]
-        assert [(video_fields["status"], video_fields["attempt"]) for video_fields in ended] == [
-            ("completed", 1)
-        ] * 3
-
-
-@pytest.mark.slow
-def test_a_full_disk(tmp_path: Path) -> None:
-    """The running job fails with its reason, new jobs are refused, then the service continues."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", disk]).returncode:
-        pytest.skip("a small file system can be mounted by root only")
-    try:
-        with ServiceProcess(disk / "jobs", 2) as served:
-            running = served.create(num_inference_steps=20)
-            with suppress(OSError), (disk / "fill").open("wb", buffering=0) as fill:
-                while True:
-                    fill.write(bytes(4096))
-            video = served.wait_for_video(running)
-            assert (video["status"], video["error"]["code"]) == ("failed", "disk_full"), video
-            status, headers, answer = served.request(
-                "/v1/videos", {"prompt": PROMPT, "num_frames": 5}
-            )
-            assert (status, answer["error"]["code"]) == (507, "disk_full"), answer
-            assert int(headers["Retry-After"]) > 0 and served.health()["status"] == "ok"
-            (disk / "fill").unlink()
-            assert served.wait_for_video(served.create())["status"] == "completed"
-            assert served.health()["restarts"] == 0
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
-
-
 @contextmanager
 def second_node(front: Path, port: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Starts the rank of another machine, and restarts it whenever it has ended."""
@@ -383,42 +240,3 @@ def test_two_nodes(tmp_path: Path) -> None:
         os.kill(int(children[0]), signal.SIGKILL)
         result = served.wait_for_video(running, 180)
         assert (result["status"], result["attempt"]) == ("completed", 2)
-
-
-STAR = REPO / "examples" / "star.png"
-CLIP_PROMPTS = [
-    f"a large yellow star moves {way} on a gray background" for way in ("left", "right") * 3
-]
-
-
-@pytest.mark.slow
-def test_a_lost_rank_between_clips(tmp_path: Path) -> None:
-    image = "data:image/png;base64," + base64.b64encode(STAR.read_bytes()).decode()
-    request_fields = {
-        "chain": "latent",
-        "prompt": CLIP_PROMPTS,
-        "seed": 3,
-        "input_reference": image,
-    }
-    flags = ["--task", "i2v-A14B", "--comm_type", 1]
-    with ServiceProcess(tmp_path / "jobs", 2, flags=flags) as served:
-        created = served.request(
-            "/v1/videos", request_fields | {"num_frames": 9, "num_inference_steps": 8}
-        )[2]
-        folder = served.folder / "jobs" / created["id"]
-        served.wait((folder / "video.clips" / "0002.safetensors").exists, 90)
-        os.kill(served.list_rank_pids()[-1], signal.SIGKILL)
-        video = served.wait_for_video(created["id"])
-        assert (video["status"], video["attempt"]) == ("completed", 2)
-        assert "of 6 clips are in" in (served.folder / "ranks.log").read_text()
-        assert not (folder / "video.clips").exists()
-        refused = served.request("/v1/videos", request_fields | {"clips": 3})
-        assert refused[0] == 400 and "number of prompt" in refused[2]["error"]["message"]
-    generate_args = ["--task", "i2v-A14B", "--image", STAR, "--frame_num", 9, "--sample_steps", 8]
-    generate_args += ["--chain", "latent", "--base_seed", 3, "--clip_prompts", *CLIP_PROMPTS]
-    plain, served_frames = (
-        generate_frames(tmp_path / "plain.mp4", *generate_args),
-        read_frames(folder / "video.mp4"),
-    )
-    assert served_frames.shape[0] == 9 + 5 * 4
-    assert np.abs(served_frames.astype(int) - plain).max() <= 2

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
 import pytest
@@ -18,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
 from tests.refusals import check_refusals
-from tests.serve.jobs import PROMPT, Jobs, begin_request, running
+from tests.serve.jobs import PROMPT, Jobs, begin_request, run_due_timers, running, wait_until
 from tests.serve.test_journal import RECORD, write_finished_video
 from wan.serve import store as store_module
 from wan.serve.service import Limits
@@ -72,8 +73,8 @@ async def storing(jobs: Jobs, url: str) -> Any:
 
 async def wait_until_stored(jobs: Jobs) -> None:
     """Waits until no job is left to be stored or removed, and no video is on the local disk."""
-    while jobs.service.journal.count_tasks("store") or jobs.service.files.list_jobs_with_video():
-        await asyncio.sleep(0.02)
+    files, journal = jobs.service.files, jobs.service.journal
+    await wait_until(lambda: not (journal.count_tasks("store") or files.list_jobs_with_video()))
 
 
 def local_names(jobs: Jobs, name: str) -> set[str]:
@@ -96,6 +97,7 @@ def read_parts(status: int, headers: dict[str, str], content: bytes) -> list[tup
     return [(str(part["content-range"]), part.get_payload(decode=True)) for part in parts]
 
 
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
 async def test_several_videos_of_a_job_and_a_lost_journal(tmp_path: Path, url: str) -> None:
     """Without the journal they are found by the local records."""
     jobs = make_jobs(tmp_path, url)
@@ -124,7 +126,7 @@ async def test_several_videos_of_a_job_and_a_lost_journal(tmp_path: Path, url: s
         assert [output["seed"] for output in videos[0]["data"]] == [7, 3]
         path = f"/v1/videos/{name}/content?index=1"
         assert (await reopened.request(path))[::2] == (200, VIDEO)
-        await reopened.request(f"/v1/videos/{name}", method="DELETE")
+        await reopened.delete(name)
         await wait_until_stored(reopened)
     assert not [path for path in list_stored(url) if path.startswith(name)]
     assert not local_names(reopened, name)
@@ -174,13 +176,12 @@ async def test_content_comes_from_the_store(tmp_path: Path, url: str) -> None:
         synchronous = await jobs.request("/v1/videos/sync", body, Idempotency_Key="k")
         assert synchronous[2] == VIDEO
         assert (await jobs.request(f"{path}?variant=thumbnail"))[0] == 410  # VIDEO has no frame
-        await jobs.request(f"/v1/videos/{name}", method="DELETE")
+        await jobs.delete(name)
         await wait_until_stored(jobs)
         assert {*list_stored(url)} == {f"{other}/video.mp4", f"{other}/video.json"}
         jobs.service.limits = Limits(keep_days=1e-9)
         expiry = asyncio.create_task(jobs.service._delete_old_jobs())
-        while len(attempts) < 4:
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: len(attempts) > 3)
         expiry.cancel()
         assert list_stored(url) == {} and attempts[2:] == ["removed"] * 2
 
@@ -236,14 +237,12 @@ async def test_a_store_that_fails(
         for name in names:
             for index in range(2):
                 jobs.complete(f"{name}.{index}")
-        while num_failures < 5:
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: num_failures > 4)
         path = f"/v1/videos/{names[0]}/content"
         assert (await jobs.request(path))[2] == VIDEO
         assert not [name for name in list_stored(url) if not Path(name).name.startswith(".")]
-        await jobs.request(f"/v1/videos/{names[1]}", method="DELETE")
-        while jobs.service.journal.count_tasks("store") > 1:
-            await asyncio.sleep(0.02)
+        await jobs.delete(names[1])
+        await wait_until(lambda: jobs.service.journal.count_tasks("store") < 2)
         assert {*attempts} == {"repeated", "removed"}
     jobs.service.journal.close()
     monkeypatch.setattr(backend, "put_file", whole)
@@ -282,7 +281,7 @@ async def test_uploads_that_go_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     async def delete_afterwards(self: Store, job_id: str, files: dict[str, Path]) -> None:
         await upload(self, job_id, files)
-        await jobs.request(f"/v1/videos/{job_id}", method="DELETE")
+        await jobs.delete(job_id)
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
     fsspec.filesystem("memory").pipe_file(f"/bucket/{name}/thumbnail.jpg", b"of an earlier attempt")
@@ -294,11 +293,26 @@ async def test_uploads_that_go_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert list_stored(url)[f"{name}/video.mp4"] == VIDEO
         with pytest.raises(store_module.StoreError, match="shorter"):  # it had six bytes
             [part async for part in Store(url).read(name, "video.mp4", 0, len(VIDEO) + 1)]
-        monkeypatch.setattr(Store, "upload", delete_afterwards)
-        jobs.complete(deleted)
+        several = await jobs.create({"n": 2})
+        jobs.complete(several)
+        path = jobs.folder / "jobs" / several / "video.mp4"
+        path.unlink()  # one of its videos is gone, and the other one is stored
+        jobs.complete(f"{several}.1")
         await wait_until_stored(jobs)
-        assert attempts[2:] == ["removed"]
-    assert {*list_stored(url)} == {f"{name}/video.mp4", f"{name}/video.json"}
+        assert f"{several}/video-1.mp4" in list_stored(url) and attempts[2:] == ["uploaded"]
+        await jobs.delete(several)
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "upload", delete_afterwards)
+            jobs.complete(deleted)
+            await wait_until_stored(jobs)
+        assert attempts[3:] == ["removed"] * 2
+        assert {*list_stored(url)} == {f"{name}/video.mp4", f"{name}/video.json"}
+        last, save = await jobs.create(), mock.AsyncMock(side_effect=[True, False])
+        monkeypatch.setattr(jobs.service.journal, "save", save)
+        jobs.complete(last)
+        await wait_until(lambda: save.await_count == 2)
+        await run_due_timers()
+        assert "video.mp4" in local_names(jobs, last)  # the journal has not written that it may go
 
 
 async def test_refused_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

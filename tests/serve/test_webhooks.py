@@ -7,18 +7,19 @@ import json
 import socket
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, closing
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import openai
 import pytest
 
 from tests.refusals import check_refusals
-from tests.serve.jobs import Jobs, running
+from tests.serve.jobs import Jobs, running, wait_until
 from tests.serve.receiver import Receiver
 from wan.serve import retries, webhooks
 from wan.serve.service import Limits
@@ -28,14 +29,6 @@ from wan.serve.webhooks import Webhooks
 from wan.settings.errors import InputError
 
 SECRET = "whsec_" + "c2VjcmV0IG9mIHRoZSB0ZXN0cw=="
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    server = Receiver()
-    yield server
-    server.shutdown()
-    server.server_close()
 
 
 def hosts(*names: str) -> WebhookHosts:
@@ -65,8 +58,7 @@ async def delivering(jobs: Jobs, allowed: WebhookHosts = LOCAL) -> Any:
 
 
 async def wait_until_delivered(jobs: Jobs) -> None:
-    while jobs.service.journal.count_tasks("webhook"):
-        await asyncio.sleep(0.02)
+    await wait_until(lambda: not jobs.service.journal.count_tasks("webhook"))
 
 
 def test_fields() -> None:
@@ -147,7 +139,7 @@ async def test_events_are_signed_and_repeated(tmp_path: Path, receiver: Receiver
         jobs.handle_rank_message("failed", job=names[1], code="out_of_memory", message="Full.")
         await wait_until_delivered(jobs)
         for name in names:
-            await jobs.request(f"/v1/videos/{name}", method="DELETE")
+            await jobs.delete(name)
         await wait_until_delivered(jobs)
     events = receiver.list_events()
     assert events[:5] == [("video.completed", names[0])] * 4 + [("video.failed", names[1])]
@@ -175,8 +167,7 @@ async def test_events_after_a_restart(tmp_path: Path, receiver: Receiver) -> Non
     async with delivering(jobs):
         for name in names[:3]:
             jobs.complete(name)
-        while not receiver.received:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: receiver.received)
     for name in names[3:]:
         jobs.complete(name)
     assert await jobs.service.journal.save()
@@ -185,7 +176,7 @@ async def test_events_after_a_restart(tmp_path: Path, receiver: Receiver) -> Non
     async with delivering(restarted):
         await wait_until_delivered(restarted)
         for name in names[::2]:
-            await restarted.request(f"/v1/videos/{name}", method="DELETE")
+            await restarted.delete(name)
         await wait_until_delivered(restarted)
     events = receiver.list_events()
     for name in names:
@@ -194,7 +185,9 @@ async def test_events_after_a_restart(tmp_path: Path, receiver: Receiver) -> Non
         assert kinds == ["video.completed", *deleted]
 
 
-async def test_only_recorded_ends_are_sent(tmp_path: Path, receiver: Receiver) -> None:
+async def test_only_recorded_ends_are_sent(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A service that is killed and restarted would contradict an end that is not on disk."""
     jobs = make_jobs(tmp_path / "jobs")
     name = await jobs.create({"webhook_url": receiver.url})
@@ -202,8 +195,11 @@ async def test_only_recorded_ends_are_sent(tmp_path: Path, receiver: Receiver) -
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
         jobs.complete(name)
+        save = mock.AsyncMock(wraps=jobs.service.journal.save)
+        monkeypatch.setattr(jobs.service.journal, "save", save)
         async with delivering(jobs):
-            await asyncio.sleep(0.2)
+            await wait_until(lambda: save.called)  # the delivery waits for the journal
+            await asyncio.sleep(0)
             assert receiver.received == []
             jobs.service.delete(jobs.service.find_job(name))
             other.execute("ROLLBACK")
@@ -219,8 +215,7 @@ async def test_names_are_resolved_at_each_delivery(
     name = await jobs.create({"webhook_url": receiver.url})
     jobs.complete(name)
     async with delivering(jobs, hosts("localhost", "*")) as attempts:
-        while len(attempts) < 2:
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: len(attempts) > 1)
         monkeypatch.setattr(webhooks, "GIVE_UP_SECONDS", 0.0)
         await wait_until_delivered(jobs)
     assert receiver.received == [] and {*attempts[:-1]} == {"repeated"}
@@ -235,16 +230,13 @@ async def test_a_receiver_that_is_gone(tmp_path: Path, receiver: Receiver) -> No
     receiver.statuses = iter((404, 410))
     async with delivering(jobs) as attempts:
         await wait_until_delivered(jobs)
-        await jobs.request(f"/v1/videos/{name}", method="DELETE")  # a further event
+        await jobs.delete(name)  # a further event
         await wait_until_delivered(jobs)
     assert attempts == ["repeated", "given_up", "delivered"]
     assert receiver.list_events(only_accepted=True) == [("video.deleted", name)]
 
 
-async def test_a_slow_receiver_delays_no_other(
-    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(webhooks, "SEND_SECONDS", 0.5)
+async def test_a_slow_receiver_delays_no_other(tmp_path: Path, receiver: Receiver) -> None:
     jobs = make_jobs(tmp_path / "jobs")
     silent = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
@@ -252,11 +244,8 @@ async def test_a_slow_receiver_delays_no_other(
     for url in urls:
         jobs.complete(await jobs.create({"webhook_url": url}))
     async with delivering(jobs) as attempts:
-        while not receiver.received:
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: receiver.received)
         assert "repeated" not in attempts
-        while "repeated" not in attempts:
-            await asyncio.sleep(0.02)
     silent.close()
 
 
@@ -340,8 +329,7 @@ async def test_one_forbidden_address_refuses_all(
     url = f"http://hook.example:{receiver.server_port}/"
     jobs.complete(await jobs.create({"webhook_url": url}))
     async with delivering(jobs, allowed) as attempts:
-        while not attempts:
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: attempts)
     assert (attempts, receiver.received) == (["repeated"], [])
 
 
@@ -368,8 +356,7 @@ async def test_a_slow_receiver_with_many_names(
         jobs.complete(await jobs.create({"webhook_url": f"http://{name}:{port}/"}))
     jobs.complete(await jobs.create({"webhook_url": receiver.url}))
     async with delivering(jobs, allowed) as attempts:
-        while len(opened) < 4 or not attempts:
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: len(opened) > 3 and attempts)
         assert (len(opened), attempts) == (4, ["delivered"])
     silent.close()
 
@@ -397,34 +384,49 @@ async def test_a_clock_that_is_set_gives_nothing_up(
     monkeypatch.setattr(time, "time", lambda: real() + 9 * 86400)
     receiver.statuses = iter([500] * 4)
     async with delivering(jobs) as attempts:
-        while len(attempts) < 2:
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: len(attempts) > 1)
     async with delivering(make_jobs(tmp_path / "jobs")) as later_attempts:
-        while len(later_attempts) < 2:
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: len(later_attempts) > 1)
     assert {*attempts} == {"repeated"} and later_attempts[0] == "repeated"
 
 
-async def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pauses between attempts are 1, 2, 4, ... seconds, up to the longest, and a bit less."""
-    now, moments = 0.0, []
+PAUSES: dict[str, tuple[str, list[int]]] = {
+    # attempts (f: fails, p: is postponed, d: is done), and the longest pauses after each
+    "doubled, up to the longest": ("fffffff", [1, 2, 4, 8, 9, 9]),
+    "postponed": ("ppppppfp", [1, 2, 4, 8, 8, 8, 1]),
+    "from the start after a success": ("fffdff", [1, 2, 4, 0, 1]),
+}
+
+
+@pytest.mark.parametrize("part", [0.0, 1.0], ids=["shortest", "longest"])
+@pytest.mark.parametrize("case", PAUSES)
+async def test_pauses_grow(case: str, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In seconds; half of each pause is random."""
+    attempts, longest = PAUSES[case]
+    now, moments = 0.0, list[float]()
+
+    def uniform(low: float, high: float) -> float:
+        return low + part * (high - low)
+
+    async def perform(_: str) -> bool:
+        kind = attempts[len(moments)] if len(moments) < len(attempts) else "f"
+        moments.append(now)
+        if kind == "p":
+            raise retries.PostponedError
+        return kind == "d"
+
     monkeypatch.setattr(retries, "_POLL", 0.0)
     monkeypatch.setattr(retries, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(retries, "random", SimpleNamespace(uniform=lambda _, high: high))
-
-    async def fail(_: str) -> bool:
-        moments.append(round(now, 1))
-        return False
-
+    monkeypatch.setattr(retries, "random", SimpleNamespace(uniform=uniform))
     tasks = retries.TaskIndex()
     tasks.update("a", True)
-    queue = retries.RetryQueue(tasks, fail, max_running=1, max_per_group=1, longest=9)
+    queue = retries.RetryQueue(tasks, perform, max_running=1, max_per_group=1, longest=9)
     async with running(queue.run()):
-        while len(moments) < 7:
+        while len(moments) < len(attempts):
             await asyncio.sleep(0)
             now += 0.01
-    pauses = [round(later - moment) for moment, later in pairwise(moments)]
-    assert pauses == [1, 2, 4, 8, 9, 9]
+    pauses = [later - moment for moment, later in pairwise(moments)]
+    assert pauses == pytest.approx([pause * (0.5 + part / 2) for pause in longest], abs=0.1)
 
 
 async def test_tasks_of_a_group() -> None:
@@ -444,9 +446,7 @@ async def test_tasks_of_a_group() -> None:
     )
 
     async def wait_for(*names: str) -> None:
-        async with asyncio.timeout(10):
-            while sorted(running_ids) != sorted(names):
-                await asyncio.sleep(0)
+        await wait_until(lambda: sorted(running_ids) == sorted(names))
 
     for name in ("a1", "a2", "a3", "b1", "b2", "b3", "c1"):
         index.update(name, True)
