@@ -145,9 +145,19 @@ def test_samplers_of_diffusers(video: Video, make_pipe: Callable[[], Any], name:
     assert (latents - reference).abs().max() <= TOLERANCE * reference.abs().max()
 
 
-def test_deparallelize_restores_a_pipeline(video: Video, pipe: Any, expected: Tensor) -> None:
+def test_a_pipeline_after_its_cache_and_its_parallelism(
+    video: Video, pipe: Any, expected: Tensor, tmp_path: Path
+) -> None:
+    """It generates the same bits as before, and so do copies of it; it can be saved."""
     processors = pipe.transformer.attn_processors
-    apply_cache_on_pipe(parallelize_pipe(pipe), "steps:0", force=True)
+    apply_cache_on_pipe(pipe, "steps:0", force=True)
+    assert not torch.equal(video.latents(pipe), expected)
+    apply_cache_on_pipe(pipe, "none")
+    pipe.transformer.save_pretrained(tmp_path)
+    assert torch.equal(video.latents(deepcopy(pipe)), expected)
+    apply_cache_on_pipe(apply_cache_on_pipe(pipe, "steps:0", force=True), "none")
+    assert (video.latents(parallelize_pipe(pipe)) - expected).abs().max() <= TOLERANCE
+    apply_cache_on_pipe(pipe, "steps:0", force=True)
     assert not torch.equal(video.latents(pipe), expected)
     assert deparallelize(pipe) is pipe
     assert pipe.transformer.attn_processors == processors
@@ -160,7 +170,8 @@ def test_deparallelize_restores_a_pipeline(video: Video, pipe: Any, expected: Te
 
 def describe_modules(pipe: Any) -> list[Any]:
     """Returns the attributes, the hooks and the attention processor of each module."""
-    networks = [pipe.transformer, getattr(pipe, "transformer_2", None)]
+    networks = (pipe.transformer, getattr(pipe, "transformer_2", None))
+    modules = [m for network in networks if network is not None for m in network.modules()]
     return [
         (
             sorted(vars(m)),
@@ -168,9 +179,7 @@ def describe_modules(pipe: Any) -> list[Any]:
             len(m._forward_pre_hooks),
             vars(m).get("processor"),
         )
-        for network in networks
-        if network is not None
-        for m in network.modules()
+        for m in modules
     ]
 
 
@@ -196,30 +205,8 @@ def test_nothing_is_left_of_a_removed_cache(case: str, make_pipe: Callable[[], A
     assert describe_modules(deparallelize(pipe)) == untouched
 
 
-def test_a_pipeline_works_on_after_its_cache(
-    video: Video, pipe: Any, expected: Tensor, tmp_path: Path
-) -> None:
-    apply_cache_on_pipe(pipe, "steps:0", force=True)
-    assert not torch.equal(video.latents(pipe), expected)
-    apply_cache_on_pipe(pipe, "none")
-    pipe.transformer.save_pretrained(tmp_path)
-    assert torch.equal(video.latents(deepcopy(pipe)), expected)
-    assert torch.equal(video.latents(pipe), expected)
-    apply_cache_on_pipe(apply_cache_on_pipe(pipe, "steps:0,1", force=True), "none")
-    assert (video.latents(parallelize_pipe(pipe)) - expected).abs().max() <= TOLERANCE
-
-
-def remove_transformer(pipe: Any) -> Any:
-    pipe.transformer = None
-    return pipe
-
-
-def parallelize(pipe: Any) -> Any:
-    return parallelize_pipe(pipe)
-
-
 UNTOUCHED: dict[str, Callable[[Any], object]] = {
-    "no pipeline": lambda pipe: parallelize(pipe.transformer),
+    "no pipeline": lambda pipe: parallelize_pipe(pipe.transformer),
     "a compiled network": lambda pipe: parallelize_transformer(torch.compile(pipe.transformer)),
     "no keyword": lambda pipe: parallelize_pipe(pipe, dit_fsdp=True),
     "cfg_size of a network": lambda pipe: parallelize_transformer(pipe.transformer, cfg_size=2),
@@ -228,29 +215,29 @@ UNTOUCHED: dict[str, Callable[[Any], object]] = {
     "of another policy": lambda pipe: apply_cache_on_pipe(pipe, "mag", order=1, interval=3),
 }
 REFUSED: dict[str, Callable[[Any], object]] = {
-    "no network": lambda pipe: parallelize(remove_transformer(pipe)),
-    "compiled in place": lambda pipe: (pipe.transformer.compile(), parallelize(pipe)),
-    "one network twice": lambda pipe: parallelize(reuse_as_second_expert(pipe)),
+    "no network": lambda pipe: (setattr(pipe, "transformer", None), parallelize_pipe(pipe)),
+    "compiled in place": lambda pipe: (pipe.transformer.compile(), parallelize_pipe(pipe)),
+    "one network twice": lambda pipe: parallelize_pipe(reuse_as_second_expert(pipe)),
     "a cache for a network alone": lambda pipe: (
         parallelize_transformer(pipe.transformer),
         apply_cache_on_pipe(pipe, "first_block"),
     ),
-    "twice": lambda pipe: parallelize(parallelize(pipe)),
-    "float16": lambda pipe: parallelize(pipe.to(torch.float16)),
+    "twice": lambda pipe: parallelize_pipe(parallelize_pipe(pipe)),
+    "float16": lambda pipe: parallelize_pipe(pipe.to(torch.float16)),
     "another cache": lambda pipe: (
         pipe.transformer.enable_cache(FirstBlockCacheConfig()),
-        parallelize(pipe),
+        parallelize_pipe(pipe),
     ),
     "another backend": lambda pipe: (
         pipe.transformer.set_attention_backend("native"),
-        parallelize(pipe),
+        parallelize_pipe(pipe),
     ),
     "an offload before": lambda pipe: (
         cpu_offload_with_hook(pipe.transformer, "cpu"),
-        parallelize(pipe),
+        parallelize_pipe(pipe),
     ),
     "an offload after": lambda pipe: (
-        cpu_offload_with_hook(parallelize(pipe).transformer, "cpu"),
+        cpu_offload_with_hook(parallelize_pipe(pipe).transformer, "cpu"),
         deparallelize(pipe),
     ),
 }
@@ -263,14 +250,14 @@ def test_pipelines_and_keywords_that_are_refused(make_pipe: Callable[[], Any]) -
     check_refusals("diffusers: calls", messages, [r"(?<=attention backend )\S+(?=;)"])
 
 
-@pytest.mark.parametrize("settings", [{"comm_type": 1}, {"cfg_size": 2, "ulysses_size": 4}])
 def test_a_script_for_ranks_runs_on_one_process(
-    settings: dict[str, int], video: Video, pipe: Any, caplog: pytest.LogCaptureFixture
+    video: Video, make_pipe: Callable[[], Any], expected: Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    alone = video.latents(pipe)
-    parallelize_pipe(pipe, **settings)
-    assert caplog.messages[0].startswith("This is one process, so ")
-    torch.testing.assert_close(video.latents(pipe), alone, atol=2e-5, rtol=0)
+    for settings in ({"comm_type": 1}, {"cfg_size": 2, "ulysses_size": 4}):
+        caplog.clear()
+        pipe = parallelize_pipe(make_pipe(), **settings)
+        assert caplog.messages[0].startswith("This is one process, so ")
+        torch.testing.assert_close(video.latents(pipe), expected, atol=2e-5, rtol=0)
 
 
 def test_refused_when_called(video: Video, make_pipe: Callable[[], Any]) -> None:
@@ -326,31 +313,24 @@ def test_refusals_of_single_classes(tmp_path: Path, caplog: pytest.LogCaptureFix
     apply_cache_on_pipe(video_case.pipe, "steps:0,3", force=True)
     messages["a step after the last from the middle"] = get_refusal(video_case.make_latents)
     case = CASES["modular"]()
-    expected = case.make_latents()
-    guider = case.pipe.guider
+    guider, zero_guider = case.pipe.guider, diffusers.ClassifierFreeZeroStarGuidance(4.0)
+    expected = [case.make_latents()]
+    case.pipe.update_components(guider=zero_guider)
+    expected.append(case.make_latents())
     apply_cache_on_pipe(case.pipe, "steps:0,1,2", force=True)
     case.pipe.update_components(
         guider=diffusers.SkipLayerGuidance(skip_layer_guidance_layers=[1], skip_layer_config=None)
     )
     messages["a guider that skips layers"] = get_refusal(case.make_latents)
-    case.pipe.update_components(guider=guider)
     caplog.clear()
     caplog.set_level(logging.INFO, "wan")
-    for _ in range(2):
-        assert (case.make_latents() - expected).abs().max() <= TOLERANCE
+    for other, latents in zip((guider, zero_guider), expected, strict=True):
+        case.pipe.update_components(guider=other)
+        assert (case.make_latents() - latents).abs().max() <= TOLERANCE
     case.pipe.update_components(guider=diffusers.ClassifierFreeGuidance(guidance_scale=1.0))
     case.make_latents()
     assert caplog.messages == ["Step cache steps: steps skipped: none."] * 3
     check_refusals("diffusers: classes", messages)
-
-
-def test_guiders_of_two_predictions() -> None:
-    case = CASES["modular"]()
-    guider = diffusers.ClassifierFreeZeroStarGuidance(guidance_scale=4.0)
-    case.pipe.update_components(guider=guider)
-    expected = case.make_latents()
-    apply_cache_on_pipe(case.pipe, "steps:0,1,2", force=True)
-    assert (case.make_latents() - expected).abs().max() <= TOLERANCE
 
 
 def test_an_aborted_video_leaves_nothing(video: Video, pipe: Any) -> None:
@@ -377,25 +357,27 @@ def test_an_aborted_video_leaves_nothing(video: Video, pipe: Any) -> None:
     assert session is not None
 
 
-def test_a_video_longer_than_the_training(
+def test_notices_about_long_videos(
     video: Video, pipe: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    replace(video, size=(16, 16), frames=85).latents(parallelize_pipe(pipe))
-    assert sum(text.startswith("85 frames are more than the 81") for text in caplog.messages) == 1
-
-
-@pytest.mark.parametrize(("frames", "is_longer"), [(77, False), (81, True)])
-def test_a_segment_has_no_frame_of_the_reference(
-    frames: int, is_longer: bool, caplog: pytest.LogCaptureFixture
-) -> None:
     """Animate's latents have one more frame, of the picture of the character."""
+
+    def stop(*_: Any) -> None:
+        raise RuntimeError("stopped")
+
+    long_video = replace(video, size=(16, 16), frames=85)
+    parallelize_pipe(pipe).transformer.register_forward_pre_hook(stop)
+    assert get_refusal(long_video.latents, pipe, kind=RuntimeError) == "stopped"
+    assert sum(text.startswith("85 frames are more than the 81") for text in caplog.messages) == 1
     case = CASES["animate"]()
-    lengths = {"segment_frame_length": frames, "width": 16, "height": 16}
-    case.make_call = partial(lambda call: call() | lengths, case.make_call)
+    call = case.make_call() | {"width": 16, "height": 16}
     parallelize_pipe(case.pipe)
-    case.make_latents(1)
-    notices = [text for text in caplog.messages if text.startswith(f"{frames} frames a clip are")]
-    assert bool(notices) == is_longer
+    case.pipe.transformer.register_forward_pre_hook(stop)
+    for frames, is_longer in ((77, False), (81, True)):
+        case.make_call = partial(dict, call, segment_frame_length=frames)
+        assert get_refusal(case.make_latents, 1, kind=RuntimeError) == "stopped"
+        begin = f"{frames} frames a clip are"
+        assert any(text.startswith(begin) for text in caplog.messages) == is_longer
 
 
 def test_the_published_curve_is_that_of_the_inputs(tiny: Any) -> None:
