@@ -366,13 +366,13 @@ def test_notices_about_long_videos(
         raise RuntimeError("stopped")
 
     long_video = replace(video, size=(16, 16), frames=85)
-    parallelize_pipe(pipe).transformer.register_forward_pre_hook(stop)
+    parallelize_pipe(pipe).transformer.register_forward_hook(stop)
     assert get_refusal(long_video.latents, pipe, kind=RuntimeError) == "stopped"
     assert sum(text.startswith("85 frames are more than the 81") for text in caplog.messages) == 1
     case = CASES["animate"]()
     call = case.make_call() | {"width": 16, "height": 16}
     parallelize_pipe(case.pipe)
-    case.pipe.transformer.register_forward_pre_hook(stop)
+    case.pipe.transformer.register_forward_hook(stop)
     for frames, is_longer in ((77, False), (81, True)):
         case.make_call = partial(dict, call, segment_frame_length=frames)
         assert get_refusal(case.make_latents, 1, kind=RuntimeError) == "stopped"
