@@ -27,8 +27,8 @@ from diffusers.hooks import FirstBlockCacheConfig
 from torch import Tensor
 
 from tests.diffusers_classes import CASES
-from tests.diffusers_runs import TOLERANCE, Video, make_video
-from tests.dist import REPO
+from tests.diffusers_runs import TOLERANCE, Video, make_video, parallelized_pipe
+from tests.dist import REPO, run_on_ranks
 from tests.refusals import check_refusals, get_refusal
 from wan.diffusers import (
     ANIMATE2_PIPELINES,
@@ -394,6 +394,45 @@ def test_a_video_between_two_images(tiny: Any) -> None:
     video = make_video(tiny, "2.1 two images", frames=5, steps=1)
     plain, pipe = video.pipe(), parallelize_pipe(video.pipe())
     assert (video.latents(pipe) - video.latents(plain)).abs().max() <= TOLERANCE
+
+
+def test_a_step_at_the_boundary_is_of_the_high_noise_network(tiny: Any) -> None:
+    """As in the pipeline; each network computes its first step, here the first and the third."""
+    video = make_video(tiny, "2.2", frames=5, steps=3)
+    pipe = apply_cache_on_pipe(video.pipe(), "steps:0", force=True)
+    pipe.scheduler.set_timesteps(3)
+    pipe.register_to_config(boundary_ratio=pipe.scheduler.timesteps[1].item() / 1000)
+    computed: list[int] = []
+    for index, network in enumerate((pipe.transformer, pipe.transformer_2)):
+        ffn = network.blocks[-1].ffn
+        ffn.register_forward_hook(lambda *_, index=index: computed.append(index))
+    video.latents(pipe)
+    assert computed == [0, 0, 1, 1]  # both branches
+
+
+@pytest.mark.dist
+@pytest.mark.xdist_group("pairs")
+def test_a_cache_measures_no_padding(tiny: Any) -> None:
+    """Three tokens on two ranks: steps are computed as on one process, by several thresholds."""
+    video = make_video(tiny, "2.1", size=(16, 16), steps=10)
+    expected = list_computed_steps(video)
+    assert len({*map(len, expected)}) == len(expected)
+    assert run_on_ranks(2, list_computed_steps, video) == [expected, expected]
+
+
+def list_computed_steps(video: Video) -> list[list[int]]:
+    """On one rank: lists the steps in which all blocks compute, for each threshold."""
+    torch.set_num_threads(1)
+    pipe, results = video.pipe(), list[list[int]]()
+    pipe.transformer.blocks[-1].ffn.register_forward_hook(
+        lambda *_: results[-1].append(pipe.scheduler.step_index or 0)
+    )
+    for threshold in (0.5, 0.6, 0.7):
+        results.append([])
+        with parallelized_pipe(pipe):
+            apply_cache_on_pipe(pipe, "first_block", threshold=threshold, warmup=0)
+            video.latents(pipe)
+    return results
 
 
 def reuse_attention(pipe: Any, computed: Sequence[bool]) -> None:
