@@ -24,6 +24,7 @@ from tests.pipelines import resolve_plan
 from tests.unit.test_marks import quantise_state
 from tools.gguf_files import make_gguf_folders, write_vocabulary
 from tools.quantize_dit import quantize_checkpoint
+from wan.checkpoint.headers import read_file_headers
 from wan.checkpoint.layout import WAV2VEC2_FOLDER, inspect_checkpoint
 from wan.checkpoint.load import ModelSpec, open_sources
 from wan.checkpoint.lora import resolve_loras
@@ -250,6 +251,18 @@ def make_targets(root: Path) -> dict[str, Target]:
     for target in targets.values():
         target.load()
     return targets
+
+
+def test_a_tensor_past_the_end_of_its_archive(tmp_path: Path) -> None:
+    """The directory of the archive claims that the tensor is as large as the file."""
+    path = tmp_path / "x.pt"
+    torch.save({"x": torch.zeros(8)}, path)
+    content = bytearray(path.read_bytes())
+    name = content.rindex(b"x/data/0")
+    content[name - 26 : name - 18] = 2 * len(content).to_bytes(4, "little")  # both sizes
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="truncated"):
+        read_file_headers(path)
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -26,7 +26,7 @@ from accelerate.hooks import remove_hook_from_module
 from diffusers.hooks import FirstBlockCacheConfig
 from torch import Tensor
 
-from tests.diffusers_classes import CASES
+from tests.diffusers_classes import CASES, Case, make_features, make_images, make_network
 from tests.diffusers_runs import TOLERANCE, Video, make_video, parallelized_pipe
 from tests.dist import REPO, run_on_ranks
 from tests.refusals import check_refusals, get_refusal
@@ -389,11 +389,17 @@ def test_the_published_curve_is_that_of_the_inputs(tiny: Any) -> None:
         assert f"curve of ti2v-5B ({name}) holds" in get_refusal(video.latents, pipe)
 
 
-def test_a_video_between_two_images(tiny: Any) -> None:
+def test_a_video_between_two_images() -> None:
     """Its first frame is not kept, unlike that of ti2v-5B."""
-    video = make_video(tiny, "2.1 two images", frames=5, steps=1)
-    plain, pipe = video.pipe(), parallelize_pipe(video.pipe())
-    assert (video.latents(pipe) - video.latents(plain)).abs().max() <= TOLERANCE
+    first, last = make_images(2)
+    call = {"image": first, "last_image": last, "num_frames": 5}
+    sizes = {"in_channels": 36, "image_dim": 4, "added_kv_proj_dim": 24, "pos_embed_seq_len": 514}
+    network = make_network(**sizes)
+    case = Case("WanImageToVideoPipeline", lambda: call, transformer=network)
+    case.pipe.encode_image = lambda *_: make_features().expand(2, -1, -1)
+    expected = case.make_latents(1)
+    parallelize_pipe(case.pipe)
+    assert (case.make_latents(1) - expected).abs().max() <= TOLERANCE
 
 
 def test_a_step_at_the_boundary_is_of_the_high_noise_network(tiny: Any) -> None:
@@ -433,6 +439,24 @@ def list_computed_steps(video: Video) -> list[list[int]]:
             apply_cache_on_pipe(pipe, "first_block", threshold=threshold, warmup=0)
             video.latents(pipe)
     return results
+
+
+@pytest.mark.dist
+@pytest.mark.xdist_group("pairs")
+def test_ranks_with_another_number_of_inputs(tiny: Any) -> None:
+    video = make_video(tiny, "2.1", size=(16, 16))
+    for message in run_on_ranks(2, add_input_on_one_rank, video):
+        assert message.startswith("The ranks have other texts, images or videos")
+
+
+def add_input_on_one_rank(video: Video) -> str:
+    pipe, image = video.pipe(), {"encoder_hidden_states_image": torch.ones(1, 257, 4)}
+    if torch.distributed.get_rank() == 1:
+        pipe.transformer.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, kwargs | image), with_kwargs=True
+        )
+    with parallelized_pipe(pipe):
+        return get_refusal(video.latents, pipe)
 
 
 def reuse_attention(pipe: Any, computed: Sequence[bool]) -> None:
