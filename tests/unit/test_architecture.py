@@ -311,40 +311,6 @@ def test_a_name_has_one_meaning() -> None:
             assert one_home, f"{name} is defined in {first} and {module(path)}"
 
 
-OTHER_WORDS = {
-    word
-    for line in (
-        "HighNoise LowPoly StyleHigh highV2 high_quality highway hinoise lowpoly yellow",
-        "style_H style_L style_high safetensors umt5xxl logit_scale blocks_0 vace_blocks_0",
-        "lora_left_I lora_left_N lora_right_I lora_right_N WxH Origin _run_",  # of examples
-        "cache_context cpp_extension tensor_split wait_for",  # of diffusers, PyTorch and asyncio
-    )
-    for word in line.split()
-}
-"""Words in backticks that the code does not have."""
-
-
-def _split_docs(path: Path) -> tuple[str, str]:
-    """The docstrings and comments of a file, and the rest of it."""
-    lines, docs = read_text(path).splitlines(), list[str]()
-    for node in nodes_of(path):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            docs += lines[node.lineno - 1 : node.end_lineno]
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-    code, _, comments = zip(*(line.partition("#") for line in lines), strict=True)
-    return "\n".join([*docs, *comments]), "\n".join(code)
-
-
-def test_names_in_docstrings_and_comments_exist() -> None:
-    """Each part of a name in backticks is a word of the package's code or a module of it."""
-    docs, code = zip(*map(_split_docs, FILES), strict=True)
-    words = {word for text in (*code, *map(str, FILES)) for word in re.findall(r"\w+", text)}
-    for path, text in zip(FILES, docs, strict=True):
-        names = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text)
-        stale = [x for x in names if {*x.split(".")} - words - OTHER_WORDS - {""}]
-        assert not stale, f"{module(path)} has {stale} in backticks"
-
-
 NO_NAMES = {
     word
     for line in (
