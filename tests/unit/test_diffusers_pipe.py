@@ -26,7 +26,14 @@ from accelerate.hooks import remove_hook_from_module
 from diffusers.hooks import FirstBlockCacheConfig
 from torch import Tensor
 
-from tests.diffusers_classes import CASES, Case, make_features, make_images, make_network
+from tests.diffusers_classes import (
+    CASES,
+    Case,
+    make_features,
+    make_images,
+    make_network,
+    make_vae,
+)
 from tests.diffusers_runs import TOLERANCE, Video, make_video, parallelized_pipe
 from tests.dist import REPO, run_on_ranks
 from tests.refusals import check_refusals, get_refusal
@@ -55,7 +62,9 @@ def video(tiny: Any) -> Video:
 
 @pytest.fixture(scope="module")
 def make_pipe(video: Video) -> Callable[[], Any]:
-    return partial(deepcopy, video.pipe())
+    pipe = video.pipe()
+    pipe.register_modules(vae=make_vae())  # whose copies are fast
+    return partial(deepcopy, pipe)
 
 
 @pytest.fixture
