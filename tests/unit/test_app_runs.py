@@ -1,4 +1,4 @@
-"""The free memory of a run that decodes latents is that of the latents' size."""
+"""Runs: the memory that decoding needs, and the settings that differ from stored ones."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from tests.pipelines import resolve_argv
 from wan.app import resolve
+from wan.app.run import list_changed_settings
 
 
 def test_decoding_needs_memory_for_the_size_of_the_latents(
@@ -25,3 +26,15 @@ def test_decoding_needs_memory_for_the_size_of_the_latents(
     resolve_argv(["--decode_latents", path, "--save_file", tmp_path / "v.mp4"])
     ((_, params, _, stage),) = calls
     assert params.size == (48, 96) and stage == "decoding"
+
+
+def test_settings_that_an_earlier_version_did_not_store() -> None:
+    """They count as default, or as not given."""
+    for current, stored, changed in (
+        ({"guider": "cfg"}, {}, []),
+        ({"guider": None}, {}, []),
+        ({"guider": "apg"}, {}, ["guider"]),
+        ({"guider": "apg"}, {"guider": "cfg"}, ["guider"]),
+        ({}, {"guider": "cfg"}, ["guider"]),
+    ):
+        assert list_changed_settings(current, stored) == changed, (current, stored)
