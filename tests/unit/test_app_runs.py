@@ -21,7 +21,7 @@ def test_decoding_needs_memory_for_the_size_of_the_latents(
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(resolve, "check_memory", lambda *call: calls.append(call))
     path = tmp_path / "x.latents.safetensors"
-    settings = json.dumps({"task": "t2v-1.3B", "ckpt_dir": str(tiny("t2v-1.3B"))})
+    settings = json.dumps({"task": "i2v-A14B", "ckpt_dir": str(tiny("i2v-A14B"))})
     save_file({"latents": torch.zeros(16, 1, 12, 6)}, path, {"settings": settings, "format": "pt"})
     resolve_argv(["--decode_latents", path, "--save_file", tmp_path / "v.mp4"])
     ((_, params, _, stage),) = calls
