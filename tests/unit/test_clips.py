@@ -287,12 +287,15 @@ def changed_latents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("changed_latents")
-@pytest.mark.parametrize("failed", [False, True])
-def test_all_ranks_decode_again_what_the_main_rank_could_not(failed: bool) -> None:
+@pytest.mark.parametrize(("is_main", "failed"), [(False, False), (False, True), (True, True)])
+def test_all_ranks_decode_again_what_the_main_rank_could_not(is_main: bool, failed: bool) -> None:
     """A rank that decodes nothing in the background hears of the failure, and takes part."""
     pipeline: Any = FakePipeline()
-    pipeline.is_main, pipeline.overlap_decoding = False, True
-    pipeline.work_sharing = WorkSharing(run_on_rank0=lambda _: torch.tensor([float(failed)]))
+    pipeline.is_main, pipeline.overlap_decoding = is_main, True
+    pipeline.device = SimpleNamespace(torch_device=pipeline.torch_device)
+    pipeline.vae_runner = SimpleNamespace()  # decoding in the background fails
+    if not is_main:
+        pipeline.work_sharing = WorkSharing(run_on_rank0=lambda _: torch.tensor([float(failed)]))
     first, last = generate_clips(pipeline, make_chain("latent"), CHAIN_INPUTS)
     decoded = [latents for latents, _ in pipeline.decoded]
     expected = [2 * first.latents, 3 * last.latents] if failed else [3 * last.latents]
