@@ -5,8 +5,9 @@ torch.npu has the same functions. In the log, "copies" and "computing" are strea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,30 +22,17 @@ CUDA = torch.device("cuda", 1)
 DEVICE = Device(CUDA, get_capabilities("cuda"))
 
 
-class RecordedStream:
-    """A stream that logs what it is asked for."""
+@dataclass
+class Recorded:
+    """A stream or an event that logs its name, the method, and the name of the argument."""
 
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
+    log: list[str]
+    name: str
 
-    def wait_event(self, event: RecordedEvent) -> None:
-        self.log.append(f"{self.name} wait for {event.name}")
-
-    def wait_stream(self, stream: RecordedStream) -> None:
-        self.log.append(f"{self.name} wait for {stream.name}")
-
-    def synchronize(self) -> None:
-        self.log.append(f"host waits for {self.name}")
-
-
-class RecordedEvent:
-    """An event that logs the stream that it is recorded on."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
-
-    def record(self, stream: RecordedStream) -> None:
-        self.log.append(f"{self.name} on {stream.name}")
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return lambda *others: self.log.append(
+            " ".join((self.name, method, *(other.name for other in others)))
+        )
 
 
 class CopyLog(TorchFunctionMode):
@@ -68,17 +56,17 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
 
     @contextmanager
-    def use_stream(stream: RecordedStream) -> Iterator[None]:
+    def use_stream(stream: Recorded) -> Iterator[None]:
         lines.append(f"on {stream.name}:")
         try:
             yield
         finally:
             lines.append("end")
 
-    computing = RecordedStream(lines, "computing")
+    computing = Recorded(lines, "computing")
     replacements = {
-        "Stream": lambda device: RecordedStream(lines, "copies"),
-        "Event": lambda: RecordedEvent(lines, "event"),
+        "Stream": lambda device: Recorded(lines, "copies"),
+        "Event": lambda: Recorded(lines, "event"),
         "stream": use_stream,
         "current_stream": lambda *_: computing,
         "default_stream": lambda device: computing,
@@ -100,8 +88,8 @@ def test_copies_are_ordered_with_computations_by_events(log: list[str]) -> None:
     stream.make_compute_wait(copied)
     assert memory.tolist() == [1, 1, 0, 0, 2, 2]
     assert ", ".join(log) == (
-        "done on computing, copies wait for done, on copies:, copy of 1, copy of 2, end, "
-        "copied on copies, computing wait for copied"
+        "done record computing, copies wait_event done, on copies:, copy of 1, copy of 2, end, "
+        "copied record copies, computing wait_event copied"
     )
 
 
@@ -112,34 +100,27 @@ def test_a_side_stream_begins_after_and_ends_before_the_host(log: list[str], fai
         if fails:
             raise ZeroDivisionError
     assert ", ".join(log) == (
-        "current device 1, copies wait for computing, on copies:, work, end, host waits for copies"
+        "current device 1, copies wait_stream computing, on copies:, work, end, copies synchronize"
     )
-
-
-def replace_functions(monkeypatch: pytest.MonkeyPatch, **results: Callable[..., Any]) -> None:
-    for name, function in results.items():
-        monkeypatch.setattr(torch.cuda, name, function)
 
 
 def test_free_memory_includes_what_the_allocator_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_functions(
-        monkeypatch,
-        mem_get_info=lambda device: (5000, 80_000),
-        memory_reserved=lambda device: 300,
-        memory_allocated=lambda device: 120,
-    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5000, 80_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 120)
     assert DEVICE.free_memory() == 5000 + 300 - 120
 
 
 class TimedEvent:
     """An event at the time, in milliseconds, at which it was recorded."""
 
-    def __init__(self, times: Sequence[float], enable_timing: bool) -> None:
+    times = iter((1000.0, 1002.5, 1004.0))
+
+    def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
-        self._times = iter(times)
 
     def record(self) -> None:
-        self.time = next(self._times)
+        self.time = next(self.times)
 
     def elapsed_time(self, end: TimedEvent) -> float:
         return end.time - self.time
@@ -147,12 +128,8 @@ class TimedEvent:
 
 def test_a_clock_of_events_has_the_hosts_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events say milliseconds since the first one, and the clock nanoseconds of the host."""
-    times = iter((1000.0, 1002.5, 1004.0))
-    replace_functions(
-        monkeypatch,
-        Event=lambda enable_timing: TimedEvent([next(times)], enable_timing),
-        synchronize=lambda device: None,
-    )
+    monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr("time.perf_counter_ns", lambda: 7_000_000_000)
     clock = DEVICE.make_clock()
     clock.start()

@@ -45,7 +45,7 @@ def sizes(ring: int, ulysses: int, **more: Any) -> Parallel:
     return Parallel(ring * ulysses, 1, ring, ulysses, **more)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     ATTENTIONS,
     EXECUTIONS,
@@ -118,49 +118,44 @@ def test_laser_is_refused_where_any_call_would_be_too_short(
         subject.check_attention_request(attention, parallel, 8, tokens)
 
 
-def test_layouts_and_requests_that_are_refused() -> None:
-    """The values next to the refused ones are accepted."""
+def test_limits() -> None:
+    """Each refused value, and the accepted one next to it."""
     exchanged = Attention(fa_quant="fp8", quant_alltoall=True)
     rain = Attention(use_rainfusion=True, sparse_start_step=40, mask_refresh_interval=2)
     compiled = Execution(compile=True)
     one_rank, two_ranks = Parallel(), sizes(1, 2)
-    messages = {
-        "an exchange of one rank": get_refusal(
-            subject.check_attention_layout, exchanged, one_rank, 128
+    check_layout, check_request = subject.check_attention_layout, subject.check_attention_request
+    capped, too_high = Attention(fa_freq_cap=1650), Attention(fa_freq_cap=1651)
+    plain, fp32 = Execution(precision="auto"), Execution(precision="fp32")
+    table: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
+        "an exchange of one rank": (
+            check_layout,
+            (exchanged, one_rank, 128),
+            (exchanged, two_ranks, 128),
         ),
-        "an exchange of heads of 6": get_refusal(
-            subject.check_attention_layout, exchanged, two_ranks, 6
+        "an exchange of heads of 6": (
+            check_layout,
+            (exchanged, two_ranks, 6),
+            (exchanged, two_ranks, 8),
         ),
-        "LASER's heads": get_refusal(subject.check_attention_layout, LASER, one_rank, 256),
-        "one sparse step": get_refusal(subject.check_attention_request, rain, one_rank, 41, 9000),
-        "no sparse step": get_refusal(subject.check_attention_request, rain, one_rank, 40, 9000),
-        "LASER's rows": get_refusal(
-            subject.check_attention_request, LASER, one_rank, 40, LASER_ROWS - 1
-        ),
-        "LASER in fp32": get_refusal(subject.check_attention, LASER, Execution(precision="fp32")),
-        "a clock above": get_refusal(
-            subject.check_attention, Attention(fa_freq_cap=1651), Execution()
-        ),
-        "a clock, compiled": get_refusal(
-            subject.check_attention, Attention(fa_freq_cap=1650), compiled
-        ),
+        "LASER's heads": (check_layout, (LASER, one_rank, 256), (LASER, one_rank, 128)),
+        "one sparse step": (check_request, (rain, one_rank, 41, 9000), (rain, one_rank, 42, 9000)),
+        "no sparse step": (check_request, (rain, one_rank, 40, 9000), (rain, one_rank, 42, 9000)),
+        "LASER's rows": (check_request, (LASER, one_rank, 40, 2047), (LASER, one_rank, 40, 2048)),
+        "LASER in fp32": (subject.check_attention, (LASER, fp32), (LASER, plain)),
+        "a clock above": (subject.check_attention, (too_high, plain), (capped, plain)),
+        "a clock, compiled": (subject.check_attention, (capped, compiled), (capped, plain)),
     }
+    messages = {name: get_refusal(check, *refused) for name, (check, refused, _) in table.items()}
     check_refusals("attention: settings", messages)
-    subject.check_attention_layout(exchanged, two_ranks, 128)
-    subject.check_attention_layout(LASER, one_rank, 128)
-    subject.check_attention_request(rain, one_rank, 42, 9000)
-    subject.check_attention_request(LASER, one_rank, 40, LASER_ROWS)
-    subject.check_attention(LASER, Execution(precision="auto"))
-    subject.check_attention(Attention(fa_freq_cap=1650), Execution())
+    for check, _, accepted in table.values():
+        check(*accepted)
 
 
 def test_the_first_sparse_step_is_a_quarter_of_the_steps() -> None:
-    assert [Attention().resolve_sparse_start_step(steps) for steps in (1, 4, 5, 40)] == [
-        1,
-        1,
-        2,
-        10,
-    ]
+    steps_by_start = {1: 1, 4: 1, 5: 2, 40: 10}
+    for steps, start in steps_by_start.items():
+        assert Attention().resolve_sparse_start_step(steps) == start
     assert Attention(sparse_start_step=0).resolve_sparse_start_step(40) == 0
 
 
@@ -169,20 +164,18 @@ def test_shards_are_padded_for_blocks_only_where_one_can_be_split() -> None:
     exchanged = Attention(fa_quant="fp8", quant_alltoall=True)
     table = [(Attention(), 2, 1), (exchanged, 1, 256)]
     table += [(rain, 1, 1), (rain, 2, 128), (fp8, 1, 1), (fp8, 2, 128)]
-    wrong = [row for row in table if row[0].row_multiple(row[1]) != row[2]]
-    assert not wrong
+    assert [row for row in table if row[0].row_multiple(row[1]) != row[2]] == []
 
 
 def test_a_choice_of_several_words() -> None:
     parse_subset = values.subset_of("a", "b", "c")
-    assert parse_subset("--x", "c, a,a") == parse_subset("--x", ["a", "c"]) == ("a", "c")
-    assert (
-        parse_subset("--x", "none")
-        == parse_subset("--x", ["none"])
-        == parse_subset("--x", [])
-        == ()
-    )
-    assert parse_subset("--x", "auto") == parse_subset("--x", ["auto"]) == ("auto",)
+    table: list[tuple[Any, tuple[str, ...]]] = [
+        *(("c, a,a", ("a", "c")), (["a", "c"], ("a", "c"))),
+        *((none, ()) for none in ("none", ["none"], [])),
+        *((auto, ("auto",)) for auto in ("auto", ["auto"])),
+    ]
+    for value, choice in table:
+        assert parse_subset("--x", value) == choice
     wrong = {repr(x): x for x in ("d", "a,none", "a,auto", "", None, 3, [1], {"a": 1})}
     check_refusals(
         "values: some words",

@@ -13,12 +13,7 @@ from torch.testing import assert_close
 
 from wan.device import Device
 from wan.kernels import avx512_attention
-from wan.kernels.avx512_attention import (
-    Avx512Kernel,
-    compiles,
-    load_library,
-    make_cpu_kernel,
-)
+from wan.kernels.avx512_attention import Avx512Kernel, compiles, load_library
 from wan.kernels.interfaces import Target
 from wan.kernels.registry import select_kernels
 from wan.kernels.sdpa import SdpaKernel
@@ -48,10 +43,10 @@ def attend_in_float64(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @needs_instructions
-@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("dim", [128, 192, 256])
 def test_values(dim: int) -> None:
     """Blocks of 48 queries, 64 and 512 keys, complete or not; errors no larger than PyTorch's."""
-    for rows, keys in ((1, 1), (6, 2), (7, 63), (48, 64), (49, 65), (50, 512), (97, 1090)):
+    for rows, keys in ((1, 1), (7, 63), (48, 64), (49, 65), (50, 512), (97, 1090)):
         q, k, v = (2 * x for x in qkv(rows, keys, dim=dim))
         out, lse = Avx512Kernel().with_lse(q, k, v)
         expected, expected_lse = attend_in_float64(q, k, v)
@@ -76,7 +71,7 @@ def test_strides_and_samples() -> None:
 
 
 @needs_instructions
-@pytest.mark.parametrize(("keys", "dim"), [(700, 64), (4000, 256), (9000, 256)])
+@pytest.mark.parametrize(("keys", "dim"), [(700, 64), (9000, 256)])
 def test_bits_do_not_depend_on_the_call(keys: int, dim: int) -> None:
     """Chunks of heads, blocks of queries and the number of threads change no bit."""
     q, k, v = qkv(130, keys, heads=3, dim=dim)
@@ -112,7 +107,7 @@ def test_extreme_scores() -> None:
 @needs_instructions
 def test_inside_a_compiled_function() -> None:
     q, k, v = qkv(20, 70)
-    function = torch.compile(lambda q, k, v: Avx512Kernel()(q, k, v), fullgraph=True)
+    function = torch.compile(Avx512Kernel().__call__, backend="aot_eager", fullgraph=True)
     assert torch.equal(function(q, k, v), Avx512Kernel()(q, k, v))
 
 
@@ -121,38 +116,36 @@ def any_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A CPU with the instructions, and no library loaded by other tests."""
     monkeypatch.setattr(avx512_attention, "has_avx512_bf16", lambda: True)
     monkeypatch.setattr(avx512_attention, "has_amx", lambda: False)
-    for function in (load_library, compiles):
-        function.cache_clear()
+    load_library.cache_clear()
+    compiles.cache_clear()
     yield
-    for function in (load_library, compiles):
-        function.cache_clear()
+    load_library.cache_clear()
+    compiles.cache_clear()
 
 
 @pytest.mark.usefixtures("any_cpu")
 def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
-    def select(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> type:
-        return type(make_cpu_kernel(Target(CPU, head_dim, dtype)))
+    """Of both kernels: `sdpa` computes everything by PyTorch, also cross-attention."""
+
+    def select(
+        head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, backend: str = "auto"
+    ) -> type:
+        settings = Attention(attention_backend=backend)
+        selected = select_kernels(settings, Target(CPU, head_dim, dtype), {})
+        assert type(selected.dense_kernel) is type(selected.cross_attention_kernel)
+        return type(selected.dense_kernel)
 
     assert select() is select(64) is Avx512Kernel
     assert select(96) is select(320) is select(dtype=torch.float32) is SdpaKernel
-    monkeypatch.setattr(avx512_attention, "has_amx", lambda: True)
-    assert select() is SdpaKernel
-    monkeypatch.setattr(avx512_attention, "has_amx", lambda: False)
-    monkeypatch.setattr(avx512_attention, "has_avx512_bf16", lambda: False)
-    assert select() is SdpaKernel
+    assert select(backend="sdpa") is SdpaKernel
+    for name, has_instructions in (("has_amx", True), ("has_avx512_bf16", False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(avx512_attention, name, lambda has=has_instructions: has)
+            assert select() is SdpaKernel
 
 
 @pytest.mark.usefixtures("any_cpu")
-@pytest.mark.parametrize(("backend", "kind"), [("auto", Avx512Kernel), ("sdpa", SdpaKernel)])
-def test_the_flag_selects_both_kernels(backend: str, kind: type) -> None:
-    """Also that of cross-attention, so that `sdpa` computes everything by PyTorch."""
-    settings = Attention(attention_backend=backend)
-    selected = select_kernels(settings, Target(CPU, 64, torch.bfloat16), {})
-    assert type(selected.dense_kernel) is type(selected.cross_attention_kernel) is kind
-
-
-@pytest.mark.usefixtures("any_cpu")
-@pytest.mark.parametrize("missing", ["compiler", "cache", "private cache"])
+@pytest.mark.parametrize("missing", ["compiler", "private cache"])
 def test_without_a_compiler_or_a_cache(
     missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -161,11 +154,8 @@ def test_without_a_compiler_or_a_cache(
     from torch._inductor.codecache import CppCodeCache
 
     CppCodeCache.cache_clear()
-    file = tmp_path / "file"
-    file.touch()
-    folder = file / "folder" if missing == "cache" else tmp_path
     tmp_path.chmod(0o777 if missing == "private cache" else 0o700)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     if missing == "compiler":
         monkeypatch.setattr(config.cpp, "cxx", (str(tmp_path / "g++"),))
     with caplog.at_level(logging.WARNING):

@@ -24,15 +24,12 @@ from wan.app import flag_parser
 PATHS = defaultdict(lambda: Path("somewhere"))
 
 
-def test_names() -> None:
+def test_cases() -> None:
+    """Their names become files, and their arguments are accepted."""
     names = [case.name for case in CASES]
-    assert len(names) >= 110
-    assert len(set(names)) == len(names)
-    assert not any(set(name) & set("/ .") for name in names), "a name becomes a file's"
+    assert len(names) >= 110 and len(set(names)) == len(names)
+    assert not any(set(name) & set("/ .") for name in names)
     assert MAY_DIFFER.keys() <= set(names)
-
-
-def test_arguments_are_accepted() -> None:
     for case in (*FIXTURES[1], *CASES):
         script, *arguments = case.split_command(PATHS)
         if script == "generate.py":
@@ -60,10 +57,7 @@ def test_differences(tmp_path: Path) -> None:
             if tensor is not None:
                 save_file({"latents": tensor}, folder / "out/1.latents.safetensors")
         assert list(find_differences(base, present)) == differences, name
-
-
-def test_nothing_is_not_equal(tmp_path: Path) -> None:
-    assert list(find_differences(tmp_path / "base", tmp_path / "present"))
+    assert list(find_differences(tmp_path / "nothing", tmp_path / "nothing"))
 
 
 def test_base_results_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

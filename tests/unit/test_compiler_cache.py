@@ -26,15 +26,6 @@ def get_mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def give_to_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without root's rights, the user becomes another one instead."""
-    if os.geteuid():
-        user = os.geteuid() + 1
-        monkeypatch.setattr(os, "geteuid", lambda: user)
-    else:
-        os.chown(path, 65534, 65534, follow_symlinks=False)
-
-
 def make_link(path: Path, target: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to(target)
@@ -92,7 +83,10 @@ def test_files_of_another_user(owned: str, tmp_path: Path, monkeypatch: pytest.M
     file.touch()
     (link := shared / "link").symlink_to(folder)
     path = {"folder": folder, "file": file, "parent": folder.parent, "link": link}[owned]
-    give_to_another_user(path, monkeypatch)
+    if user := os.geteuid():  # who cannot give files away, becomes another user instead
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    else:
+        os.chown(path, 65534, 65534, follow_symlinks=False)
     with pytest.raises(InputError, match="another user"):
         prepare_compiler_cache({VARIABLE: str(link)})
     if owned != "file":

@@ -28,23 +28,18 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-def test_a_strip_shows_first_to_last(videos: list[Path]) -> None:
-    sheet = np.asarray(contact_sheet.make_contact_sheet(videos)).astype(int)
-    step = contact_sheet.SIDE + 4
-    row = contact_sheet.SIDE + 24
+def test_strips(videos: list[Path]) -> None:
+    """Each shows frames from first to last, with the prompt or the name under it."""
+    picture = contact_sheet.make_contact_sheet(videos)
+    sheet, grey = np.asarray(picture).astype(int), np.asarray(picture.convert("L"))
+    step, row = contact_sheet.SIDE + 4, contact_sheet.SIDE + 24
     assert sheet.shape == (2 * row, 9 * step + 4, 3)
     for strip, channel in ((0, 0), (1, 2)):
         centres = sheet[strip * row + 50, 50 : 9 * step : step, channel]
         assert len(centres) == 9 and (np.diff(centres) > 10).all()
         assert centres[0] < 12 and centres[-1] > 235
-
-
-def test_the_prompt_or_the_name_is_under_a_strip(videos: list[Path]) -> None:
-    assert contact_sheet.read_prompt(videos[0]) == "red comes"
-    assert contact_sheet.read_prompt(videos[1]) == "b.mp4"
-    sheet = np.asarray(contact_sheet.make_contact_sheet(videos).convert("L"))
-    under = sheet[contact_sheet.SIDE + 5 : contact_sheet.SIDE + 24]
-    ink = np.nonzero((under < 100).any(0))[0]
+    assert [contact_sheet.read_prompt(video) for video in videos] == ["red comes", "b.mp4"]
+    ink = np.nonzero((grey[contact_sheet.SIDE + 5 : row] < 100).any(0))[0]
     assert ink[0] < 10 and 40 < ink[-1] < 120  # nine letters at the left
 
 

@@ -24,6 +24,7 @@ from tests.pipelines import resolve_plan
 from tests.unit.test_marks import quantise_state
 from tools.gguf_files import make_gguf_folders, write_vocabulary
 from tools.quantize_dit import quantize_checkpoint
+from wan.checkpoint.headers import read_file_headers
 from wan.checkpoint.layout import WAV2VEC2_FOLDER, inspect_checkpoint
 from wan.checkpoint.load import ModelSpec, open_sources
 from wan.checkpoint.lora import resolve_loras
@@ -121,28 +122,11 @@ def damage_numbers(content: bytes, draw: random.Random) -> bytes:
     return bytes(damaged)
 
 
-def damage_marks(content: bytes, draw: random.Random) -> bytes:
-    """Damages ComfyUI's JSON in the bytes of a tensor `comfy_quant`, which keeps its size."""
-    begin = content.rindex(b'{"format"')
-    end = content.index(b"}", begin) + 1
-    mark = damage_json(content[begin:end], draw)[: end - begin].ljust(end - begin)
-    return content[:begin] + mark + content[end:]
-
-
 def load_dits(folder: Path) -> None:
     for files in inspect_checkpoint(folder).experts.values():
         make = partial(build_dit, files.config)
         spec = ModelSpec("DiT", make, files.tensors, files.folder)
         spec.load(device=CPU, dtype_of=lambda *_: torch.float32)
-
-
-def load_text_encoder(file: Path) -> None:
-    spec = read_text_encoder_spec(file)
-    spec.load(device=CPU, dtype_of=choose_text_encoder_dtypes(torch.float32))
-
-
-def load_vae(file: Path) -> None:
-    read_vae_spec(file).load(device=CPU, dtype_of=lambda *_: torch.float32)
 
 
 def load_lora(file: Path, folder: Path) -> None:
@@ -219,19 +203,28 @@ def make_targets(root: Path) -> dict[str, Target]:
     text, audio = diffusers / "text_encoder", s2v / WAV2VEC2_FOLDER
     index = next((diffusers / "transformer").glob("*.index.json"))
     read_export = partial(load_export, description.parent, plain)
-    read_text, read_lora = partial(load_text_encoder, text), partial(load_lora, lora, plain)
+    read_lora, text_dtypes = (
+        partial(load_lora, lora, plain),
+        choose_text_encoder_dtypes(torch.float32),
+    )
+
+    def read_text() -> None:
+        read_text_encoder_spec(text).load(device=CPU, dtype_of=text_dtypes)
+
+    def read_vae() -> None:
+        read_vae_spec(vae).load(device=CPU, dtype_of=lambda *_: torch.float32)
+
     check_audio = partial(check_audio_encoder, audio, AUDIO_DIM)
     read_audio = partial(extract_audio_features, audio, Audio(audio, np.ones(4000, np.float32)))
     plan = partial(resolve_plan, "--task", "t2v-A14B", "--ckpt_dir", diffusers)
     rows: list[tuple[str, Path, Damage, Callable[[], object]]] = [
         ("DiT", plain / WEIGHTS, damage_header, partial(load_dits, plain)),
         ("DiT, FP8", fp8 / WEIGHTS, damage_header, partial(load_dits, fp8)),
-        ("marks", fp8 / WEIGHTS, damage_marks, partial(load_dits, fp8)),
         ("DiT, GGUF", next(gguf.glob("*.gguf")), damage_numbers, partial(load_dits, gguf)),
         ("config.json", s2v / "config.json", damage_json, partial(load_dits, s2v)),
         ("index of shards", index, damage_json, partial(load_dits, diffusers)),
         ("model_index.json", diffusers / "model_index.json", damage_json, plan),
-        ("VAE, pickled", vae, damage_numbers, partial(load_vae, vae)),
+        ("VAE, pickled", vae, damage_numbers, read_vae),
         ("text encoder", min(text.glob("*.safetensors")), damage_header, read_text),
         *(
             (name, tokenizer / name, damage_json, partial(load_tokenizer, tokenizer))
@@ -252,11 +245,21 @@ def make_targets(root: Path) -> dict[str, Target]:
     return targets
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes a new file; the earlier one may be mapped."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+def test_a_tensor_past_the_end_of_its_archive(tmp_path: Path) -> None:
+    """The directory of the archive claims that the tensor is as large as the file."""
+    path = tmp_path / "x.pt"
+    torch.save({"x": torch.zeros(8)}, path)
+    content = bytearray(path.read_bytes())
+    name = content.rindex(b"x/data/0")
+    content[name - 26 : name - 18] = 2 * len(content).to_bytes(4, "little")  # both sizes
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="truncated"):
+        read_file_headers(path)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    path.unlink()  # it may be mapped
+    path.write_bytes(content)
 
 
 def read_memory(key: str) -> float:
@@ -270,7 +273,7 @@ def try_damaged(targets: Mapping[str, Target], contents: Mapping[str, bytes], se
     draw = random.Random(seed)
     kind = draw.choice([*targets])
     target = targets[kind]
-    replace_file(target.file, target.damage(contents[kind], draw))
+    write_bytes(target.file, target.damage(contents[kind], draw))
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     memory, begin = read_memory("VmRSS"), time.process_time()
     try:
@@ -287,7 +290,7 @@ def try_damaged(targets: Mapping[str, Target], contents: Mapping[str, bytes], se
         outcome = f"slow: {seconds:.1f} s, {outcome}"
     if outcome in ("loaded", "refused") and growth > MAX_GROWTH:
         outcome = f"large: {growth:.0f} MB, {outcome}"
-    replace_file(target.file, contents[kind])
+    write_bytes(target.file, contents[kind])
     return f"{kind}\t{outcome}"
 
 

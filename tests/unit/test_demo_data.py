@@ -34,31 +34,24 @@ def make_scene(shape: str = "circle", colour: str = "red", motion: str = "left")
     return Scene("black", (Actor(shape, colour, "large", motion, start, end),))
 
 
-def test_scenes_follow_from_seed_and_index():
-    assert [make_random_scene(3, n) for n in range(9)] == [
-        make_random_scene(3, n) for n in range(9)
-    ]
-    assert make_random_scene(3, 0) != make_random_scene(3, 1) != make_random_scene(4, 1)
-    first, second = (render_scene(make_random_scene(3, 5), 5, 32) for _ in range(2))
-    assert first.shape == (5, 32, 32, 3) and first.dtype == np.uint8
-    assert np.array_equal(first, second)
-
-
-def test_held_out_combinations_are_never_trained_on():
-    assert not any(is_held_out(make_random_scene(0, n)) for n in range(300))
-    assert all(is_held_out(make_random_scene(0, n, held_out=True)) for n in range(50))
-
-
-def test_scenes_cover_what_captions_can_say():
-    actors = [actor for n in range(300) for actor in make_random_scene(0, n).actors]
+def test_scenes() -> None:
+    """They follow from seed and index, cover what captions can say, and hold some out."""
+    scenes = [make_random_scene(0, n) for n in range(300)]
+    actors = [actor for scene in scenes for actor in scene.actors]
     assert {a.colour for a in actors} == set(COLOURS)
     assert {a.shape for a in actors} == set(SHAPES)
     assert {a.motion for a in actors} == set(MOTIONS)
     assert not any(a.shape == "circle" and a.motion == "rotate" for a in actors)
-    assert any(len(make_random_scene(0, n).actors) == 2 for n in range(20))
+    assert {len(scene.actors) for scene in scenes} == {1, 2}
+    assert not any(map(is_held_out, scenes))
+    assert all(is_held_out(make_random_scene(0, n, held_out=True)) for n in range(50))
+    assert scenes[5] == make_random_scene(0, 5) != make_random_scene(4, 5)
+    first, second = (render_scene(scenes[5], 5, 32) for _ in range(2))
+    assert first.shape == (5, 32, 32, 3) and first.dtype == np.uint8
+    assert np.array_equal(first, second)
 
 
-def test_every_wording_is_in_the_vocabulary_and_fits():
+def test_every_wording_is_in_the_vocabulary_and_fits() -> None:
     random = np.random.default_rng(0)
     texts = [make_caption(make_random_scene(0, n), random) for n in range(200)]
     ids = tokenize_texts(texts)
@@ -68,58 +61,40 @@ def test_every_wording_is_in_the_vocabulary_and_fits():
     assert make_tokenizer().encode("a zebra").ids[1] == 2 and "zebra" not in list_words()
 
 
-def test_targets_of_each_word_describe_its_own_object():
+def test_targets_of_each_word_describe_its_own_object() -> None:
     actors = (make_scene().actors[0], make_scene("star", "blue", "up").actors[0])
     scene = Scene("gray", actors)
     targets = make_targets("a red circle moves left and a blue star moves up", scene)
     left_index, up_index = MOTIONS.index("left"), MOTIONS.index("up")
-    assert (
-        targets[:5, -1].tolist() == [left_index] * 5
-        and targets[6:11, -1].tolist() == [up_index] * 5
-    )
+    assert targets[:5, -1].tolist() == [left_index] * 5
+    assert targets[6:11, -1].tolist() == [up_index] * 5
     assert targets[5, -1] == targets[11, -1] == -100
     assert targets[11, 0] == COLOURS.index("red"), "the last token is asked for everything"
     assert (targets[:, -2] == -100).all(), "a background that is not said is not asked for"
 
 
-def test_scorer_is_right_on_the_ground_truth():
-    scenes = {9: range(6), 17: range(10, 12)}
+def test_the_scorer() -> None:
+    """It is right on the ground truth, also with noise, and detects each wrong attribute."""
+    scenes = {9: range(6), 17: range(10, 11)}
     verdicts = [
         judge_shapes(scene, score.detect_shapes(render_scene(scene, frames, 64)))
         for frames, numbers in scenes.items()
         for scene in (make_random_scene(11, n) for n in numbers)
     ]
     assert compute_rates(verdicts) == {"colour": 100.0, "shape": 100.0, "motion": 100.0}
-
-
-def test_scorer_detects_wrong_attributes():
-    requested_scene, rendered_scene = (
-        make_scene("circle", "red", "left"),
-        make_scene("square", "blue", "up"),
-    )
-    verdicts = judge_shapes(
-        requested_scene, score.detect_shapes(render_scene(rendered_scene, 9, 64))
-    )
-    assert verdicts == {"colour": [False], "shape": [False], "motion": [False]}
-    empty = np.full((9, 64, 64, 3), 10, np.uint8)
-    assert score.detect_shapes(empty) == []
-    assert judge_shapes(requested_scene, []) == {
-        "colour": [False],
-        "shape": [False],
-        "motion": [False],
-    }
-
-
-def test_scorer_needs_no_exact_pixels():
     noise = np.random.default_rng(0).normal(0, 8, (9, 64, 64, 3))
     for shape in SHAPES:
-        scene = make_scene(shape, "yellow", "left")
-        video = np.clip(render_scene(scene, 9, 64) + noise, 0, 255).astype(np.uint8)
-        detection = score.detect_shapes(video)[0]
+        video = render_scene(make_scene(shape, "yellow", "left"), 9, 64) + noise
+        detection = score.detect_shapes(np.clip(video, 0, 255).astype(np.uint8))[0]
         assert (detection.colour, detection.shape, detection.motion) == ("yellow", shape, "left")
+    empty = np.full((9, 64, 64, 3), 10, np.uint8)
+    for video in (render_scene(make_scene("square", "blue", "up"), 9, 64), empty):
+        verdict = judge_shapes(make_scene("circle", "red", "left"), score.detect_shapes(video))
+        assert verdict == {"colour": [False], "shape": [False], "motion": [False]}
+    assert score.detect_shapes(empty) == []
 
 
-def test_noise_levels_keep_to_their_side_of_the_boundary():
+def test_noise_levels_keep_to_their_side_of_the_boundary() -> None:
     for preset in (PRESETS["t2v-A14B"], PRESETS["i2v-A14B"]):
         ranges = {"high_noise": (preset.boundary, 1), "low_noise": (0, preset.boundary)}
         for part, (low, high) in ranges.items():
@@ -127,15 +102,7 @@ def test_noise_levels_keep_to_their_side_of_the_boundary():
             assert low <= sigma.min() < low + 0.02 and high - 0.02 < sigma.max() <= high + 1e-6
 
 
-def test_dit_is_the_real_model_and_small():
-    models = [dit.make_dit(kind) for kind in ("t2v", "i2v")]
-    assert all(sum(p.numel() for p in model.parameters()) < 2.25e6 for model in models)
-    x, y = torch.randn(16, 3, 8, 8), torch.randn(20, 3, 8, 8)
-    out = models[1]([x], torch.tensor([500.0]), [torch.randn(5, 64)], 48, [y])
-    assert out[0].shape == (16, 3, 8, 8) and not out[0].any(), "no velocity before training"
-
-
-def test_training_attends_as_inference_does():
+def test_training_attends_as_inference_does() -> None:
     for length in (48, 200):  # as products, and as PyTorch's attention
         q, k, v = (torch.randn(2, length, 3, 8) for _ in range(3))
         output = dit.TrainingKernel()(q, k, v)
@@ -143,19 +110,22 @@ def test_training_attends_as_inference_does():
         torch.testing.assert_close(output, SdpaKernel()(q, k, v), atol=2e-6, rtol=1e-5)
 
 
-def test_i2v_starts_as_t2v(tmp_path: Path):
+def test_i2v_starts_as_t2v(tmp_path: Path) -> None:
+    """Both are small; before the training, they predict no velocity."""
     t2v = dit.make_dit("t2v")
-    torch.nn.init.normal_(t2v.head.head.weight)
-    torch.save({"averaged": t2v.state_dict()}, tmp_path / "t2v_low_noise.pt")
-    i2v = dit.make_initial_dit("i2v", "low_noise", tmp_path)
     x, y, context = torch.randn(16, 3, 8, 8), torch.randn(20, 3, 8, 8), [torch.randn(5, 64)]
     with torch.no_grad():
+        assert not t2v([x], torch.tensor([500.0]), context, 48)[0].any()
+        torch.nn.init.normal_(t2v.head.head.weight)
+        torch.save({"averaged": t2v.state_dict()}, tmp_path / "t2v_low_noise.pt")
+        i2v = dit.make_initial_dit("i2v", "low_noise", tmp_path)
         expected = t2v([x], torch.tensor([500.0]), context, 48)
         output = i2v([x], torch.tensor([500.0]), context, 48, [y])
     torch.testing.assert_close(output, expected)
+    assert all(sum(p.numel() for p in model.parameters()) < 2.25e6 for model in (t2v, i2v))
 
 
-def test_the_demo_prompts_are_held_out():
+def test_the_demo_prompts_are_held_out() -> None:
     motions = {verbs[0]: motion for motion, verbs in VERBS.items()}
     for prompt in (*PROMPTS, I2V_PROMPT):
         text, background = prompt.removesuffix(" background").split(" on a ")
@@ -184,11 +154,8 @@ def test_clips_under_control(task: str) -> None:
     for seed in (vace.SEED, vace.SEED + 1):
         captions = [vace.make_clip(task, seed, index).text for index in range(5)]
         assert len({*captions}) > 2
-        if task == "path":
-            caption_words = [
-                text.split() for text in captions
-            ]  # a SIZE COLOUR SHAPE on a BACKGROUND ...
-            scenes = [
-                Scene(w[6], (make_scene(w[3], w[2], "path").actors[0],)) for w in caption_words
-            ]
+        if task == "path":  # a SIZE COLOUR SHAPE on a BACKGROUND ...
+            words = [text.split() for text in captions]
+            actors = [make_scene(shape, colour, "path").actors for _, _, colour, shape, *_ in words]
+            scenes = [Scene(w[6], actor) for w, actor in zip(words, actors, strict=True)]
             assert all(is_held_out(scene) == (seed != vace.SEED) for scene in scenes)

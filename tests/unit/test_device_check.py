@@ -38,20 +38,24 @@ CHECK = str(REPO / "tools" / "check_device.py")
 CPU = DeviceProperties("cpu", "CPU", False, None, 1)
 
 
-def run_check(*argv: str, ranks: int = 1, program: str = CHECK, timeout: float = 280) -> Any:
-    """Run the command in a process, under torchrun for several ranks."""
+def run_check(file: Path, *argv: str, ranks: int = 1, program: str = CHECK) -> tuple[str, Any]:
+    """Checks the CPU in a process, or with several under torchrun; returns output and report."""
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return subprocess.run(
-        [sys.executable, *(start if ranks > 1 else []), program, *argv],
+    command = [sys.executable, *(start if ranks > 1 else []), program, "--device", "cpu"]
+    process = subprocess.run(
+        [*command, "--json", str(file), *argv],
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=280,
         env={**os.environ, **TORCHRUN},
     )
+    report = json.loads(file.read_text())
+    assert process.returncode == (report["verdict"] == WRONG), process.stdout + process.stderr
+    return process.stdout, report
 
 
-def verdicts(path: Path) -> dict[str, str]:
-    return {step["name"]: step["verdict"] for step in json.loads(path.read_text())["steps"]}
+def list_verdicts(report: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(step["name"], step["verdict"]) for step in report["steps"]]
 
 
 @pytest.mark.slow
@@ -59,9 +63,8 @@ def test_every_way_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     """Each failure is reported with its kind and earlier measurements, and the next step runs."""
     file = tmp_path / "report.json"
     assert main(["--device", "cpu", "--json", str(file)], check_steps.SINGLE_RANK_STEPS) == 1
-    steps = json.loads(file.read_text())["steps"]
-    step_verdicts = [(step["name"], step["verdict"]) for step in steps]
-    assert step_verdicts == [
+    report = json.loads(file.read_text())
+    assert list_verdicts(report) == [
         ("good", OK),
         ("raises", WRONG),
         ("good", OK),
@@ -75,7 +78,7 @@ def test_every_way_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("measurement_fails", WRONG),
         ("good", OK),
     ]
-    by_name = {step["name"]: step for step in steps}
+    by_name = {step["name"]: step for step in report["steps"]}
     assert by_name["raises"]["words"] == "ValueError: this is broken"
     assert by_name["raises"]["lines"][0]["figures"][0]["value"] == 7
     assert "Traceback" in by_name["raises"]["tail"]
@@ -99,8 +102,8 @@ def test_an_interrupted_check_writes_its_measurements(
     steps = [check_steps.make_step(step) for step in (check_steps.good, check_steps.interrupts)]
     assert main(["--device", "cpu", "--json", str(file)], tuple(steps)) == 143
     assert "is 1 GB/s" in capsys.readouterr().out
-    assert json.loads(file.read_text())["verdict"] == "interrupted"
-    assert verdicts(file) == {"good": OK}
+    report = json.loads(file.read_text())
+    assert report["verdict"] == "interrupted" and list_verdicts(report) == [("good", OK)]
 
 
 @pytest.mark.slow
@@ -154,14 +157,18 @@ def test_steps() -> None:
 
 
 def test_why_a_step_does_not_apply() -> None:
-    by_name = {step.name: step for step in STEPS}
-    assert "torchrun" in (by_name["groups"].find_obstacle(CPU, False) or "")
-    assert "--full" in (by_name["loops"].find_obstacle(CPU, False) or "")
-    assert by_name["loops"].find_obstacle(CPU, True) is None
-    assert "NPUs" in (by_name["npu"].find_obstacle(CPU, False) or "")
     bare = DeviceProperties("cpu", "CPU", False, "there is no C++ compiler", 1)
-    assert by_name["compiled"].find_obstacle(bare, False) == "there is no C++ compiler"
-    assert by_name["compiled"].find_obstacle(CPU, False) is None
+    by_name = {step.name: step for step in STEPS}
+    for name, device, is_full, reason in (
+        ("groups", CPU, False, "torchrun"),
+        ("loops", CPU, False, "--full"),
+        ("loops", CPU, True, None),
+        ("npu", CPU, False, "NPUs"),
+        ("compiled", bare, False, "there is no C++ compiler"),
+        ("compiled", CPU, False, None),
+    ):
+        obstacle = by_name[name].find_obstacle(device, is_full)
+        assert obstacle is None if reason is None else reason in (obstacle or ""), name
 
 
 def test_figures_are_judged() -> None:
@@ -215,41 +222,30 @@ def test_table_has_figures_and_units() -> None:
 
 @pytest.mark.slow
 def test_whole_check(tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    process = run_check("--device", "cpu", "--json", str(file))
-    assert process.returncode == 0, process.stdout + process.stderr
+    output, report = run_check(tmp_path / "report.json")
     several = {step.name for step in STEPS if step.ranks == "several"}
-    verdict_by_step = verdicts(file)
-    assert {name for name, verdict in verdict_by_step.items() if verdict == ABSENT} == {
-        *several,
-        "loops",
-        "npu",
-    }
-    record = json.loads(file.read_text())
-    assert record["verdict"] == OK and record["facts"]["type"] == "cpu"
-    assert record["environment"]["torch"] and record["environment"]["cpu"]
-    assert "TFLOP/s" in process.stdout and "4 parts merged: error" in process.stdout
+    absent = {name for name, verdict in list_verdicts(report) if verdict == ABSENT}
+    assert absent == {*several, "loops", "npu"}
+    assert report["verdict"] == OK and report["facts"]["type"] == "cpu"
+    assert report["environment"]["torch"] and report["environment"]["cpu"]
+    assert "TFLOP/s" in output and "4 parts merged: error" in output
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_two_ranks(tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
     only = "machine,groups,slow-rank,layers,ring,fsdp"
-    process = run_check("--device", "cpu", "--only", only, "--json", str(file), ranks=2)
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert set(verdicts(file).values()) <= {OK, SLOW}
+    _, report = run_check(tmp_path / "report.json", "--only", only, ranks=2)
+    assert {verdict for _, verdict in list_verdicts(report)} <= {OK, SLOW}
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_rank_that_fails_costs_the_others_one_step(tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
     program = str(REPO / "tests" / "check_steps.py")
-    process = run_check("--device", "cpu", "--json", str(file), ranks=2, program=program)
-    assert process.returncode == 1, process.stdout + process.stderr
-    steps = json.loads(file.read_text())["steps"]
-    assert [step["verdict"] for step in steps] == [OK, WRONG, WRONG, OK]
+    _, report = run_check(tmp_path / "report.json", ranks=2, program=program)
+    assert [verdict for _, verdict in list_verdicts(report)] == [OK, WRONG, WRONG, OK]
+    steps = report["steps"]
     assert steps[1]["words"] == "rank 1: ValueError: the second rank is broken"
     assert "rank 1" in steps[2]["words"] and "SIGKILL" in steps[2]["words"]
     assert not any("did not end" in step["words"] for step in steps), "nobody waited for the limit"

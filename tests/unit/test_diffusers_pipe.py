@@ -26,9 +26,16 @@ from accelerate.hooks import remove_hook_from_module
 from diffusers.hooks import FirstBlockCacheConfig
 from torch import Tensor
 
-from tests.diffusers_classes import CASES
-from tests.diffusers_runs import TOLERANCE, Video, make_video
-from tests.dist import REPO
+from tests.diffusers_classes import (
+    CASES,
+    Case,
+    make_features,
+    make_images,
+    make_network,
+    make_vae,
+)
+from tests.diffusers_runs import TOLERANCE, Video, make_video, parallelized_pipe
+from tests.dist import REPO, run_on_ranks
 from tests.refusals import check_refusals, get_refusal
 from wan.diffusers import (
     ANIMATE2_PIPELINES,
@@ -55,7 +62,9 @@ def video(tiny: Any) -> Video:
 
 @pytest.fixture(scope="module")
 def make_pipe(video: Video) -> Callable[[], Any]:
-    return partial(deepcopy, video.pipe())
+    pipe = video.pipe()
+    pipe.register_modules(vae=make_vae())  # whose copies are fast
+    return partial(deepcopy, pipe)
 
 
 @pytest.fixture
@@ -145,9 +154,19 @@ def test_samplers_of_diffusers(video: Video, make_pipe: Callable[[], Any], name:
     assert (latents - reference).abs().max() <= TOLERANCE * reference.abs().max()
 
 
-def test_deparallelize_restores_a_pipeline(video: Video, pipe: Any, expected: Tensor) -> None:
+def test_a_pipeline_after_its_cache_and_its_parallelism(
+    video: Video, pipe: Any, expected: Tensor, tmp_path: Path
+) -> None:
+    """It generates the same bits as before, and so do copies of it; it can be saved."""
     processors = pipe.transformer.attn_processors
-    apply_cache_on_pipe(parallelize_pipe(pipe), "steps:0", force=True)
+    apply_cache_on_pipe(pipe, "steps:0", force=True)
+    assert not torch.equal(video.latents(pipe), expected)
+    apply_cache_on_pipe(pipe, "none")
+    pipe.transformer.save_pretrained(tmp_path)
+    assert torch.equal(video.latents(deepcopy(pipe)), expected)
+    apply_cache_on_pipe(apply_cache_on_pipe(pipe, "steps:0", force=True), "none")
+    assert (video.latents(parallelize_pipe(pipe)) - expected).abs().max() <= TOLERANCE
+    apply_cache_on_pipe(pipe, "steps:0", force=True)
     assert not torch.equal(video.latents(pipe), expected)
     assert deparallelize(pipe) is pipe
     assert pipe.transformer.attn_processors == processors
@@ -160,7 +179,8 @@ def test_deparallelize_restores_a_pipeline(video: Video, pipe: Any, expected: Te
 
 def describe_modules(pipe: Any) -> list[Any]:
     """Returns the attributes, the hooks and the attention processor of each module."""
-    networks = [pipe.transformer, getattr(pipe, "transformer_2", None)]
+    networks = (pipe.transformer, getattr(pipe, "transformer_2", None))
+    modules = [m for network in networks if network is not None for m in network.modules()]
     return [
         (
             sorted(vars(m)),
@@ -168,9 +188,7 @@ def describe_modules(pipe: Any) -> list[Any]:
             len(m._forward_pre_hooks),
             vars(m).get("processor"),
         )
-        for network in networks
-        if network is not None
-        for m in network.modules()
+        for m in modules
     ]
 
 
@@ -196,30 +214,8 @@ def test_nothing_is_left_of_a_removed_cache(case: str, make_pipe: Callable[[], A
     assert describe_modules(deparallelize(pipe)) == untouched
 
 
-def test_a_pipeline_works_on_after_its_cache(
-    video: Video, pipe: Any, expected: Tensor, tmp_path: Path
-) -> None:
-    apply_cache_on_pipe(pipe, "steps:0", force=True)
-    assert not torch.equal(video.latents(pipe), expected)
-    apply_cache_on_pipe(pipe, "none")
-    pipe.transformer.save_pretrained(tmp_path)
-    assert torch.equal(video.latents(deepcopy(pipe)), expected)
-    assert torch.equal(video.latents(pipe), expected)
-    apply_cache_on_pipe(apply_cache_on_pipe(pipe, "steps:0,1", force=True), "none")
-    assert (video.latents(parallelize_pipe(pipe)) - expected).abs().max() <= TOLERANCE
-
-
-def remove_transformer(pipe: Any) -> Any:
-    pipe.transformer = None
-    return pipe
-
-
-def parallelize(pipe: Any) -> Any:
-    return parallelize_pipe(pipe)
-
-
 UNTOUCHED: dict[str, Callable[[Any], object]] = {
-    "no pipeline": lambda pipe: parallelize(pipe.transformer),
+    "no pipeline": lambda pipe: parallelize_pipe(pipe.transformer),
     "a compiled network": lambda pipe: parallelize_transformer(torch.compile(pipe.transformer)),
     "no keyword": lambda pipe: parallelize_pipe(pipe, dit_fsdp=True),
     "cfg_size of a network": lambda pipe: parallelize_transformer(pipe.transformer, cfg_size=2),
@@ -228,29 +224,29 @@ UNTOUCHED: dict[str, Callable[[Any], object]] = {
     "of another policy": lambda pipe: apply_cache_on_pipe(pipe, "mag", order=1, interval=3),
 }
 REFUSED: dict[str, Callable[[Any], object]] = {
-    "no network": lambda pipe: parallelize(remove_transformer(pipe)),
-    "compiled in place": lambda pipe: (pipe.transformer.compile(), parallelize(pipe)),
-    "one network twice": lambda pipe: parallelize(reuse_as_second_expert(pipe)),
+    "no network": lambda pipe: (setattr(pipe, "transformer", None), parallelize_pipe(pipe)),
+    "compiled in place": lambda pipe: (pipe.transformer.compile(), parallelize_pipe(pipe)),
+    "one network twice": lambda pipe: parallelize_pipe(reuse_as_second_expert(pipe)),
     "a cache for a network alone": lambda pipe: (
         parallelize_transformer(pipe.transformer),
         apply_cache_on_pipe(pipe, "first_block"),
     ),
-    "twice": lambda pipe: parallelize(parallelize(pipe)),
-    "float16": lambda pipe: parallelize(pipe.to(torch.float16)),
+    "twice": lambda pipe: parallelize_pipe(parallelize_pipe(pipe)),
+    "float16": lambda pipe: parallelize_pipe(pipe.to(torch.float16)),
     "another cache": lambda pipe: (
         pipe.transformer.enable_cache(FirstBlockCacheConfig()),
-        parallelize(pipe),
+        parallelize_pipe(pipe),
     ),
     "another backend": lambda pipe: (
         pipe.transformer.set_attention_backend("native"),
-        parallelize(pipe),
+        parallelize_pipe(pipe),
     ),
     "an offload before": lambda pipe: (
         cpu_offload_with_hook(pipe.transformer, "cpu"),
-        parallelize(pipe),
+        parallelize_pipe(pipe),
     ),
     "an offload after": lambda pipe: (
-        cpu_offload_with_hook(parallelize(pipe).transformer, "cpu"),
+        cpu_offload_with_hook(parallelize_pipe(pipe).transformer, "cpu"),
         deparallelize(pipe),
     ),
 }
@@ -263,14 +259,14 @@ def test_pipelines_and_keywords_that_are_refused(make_pipe: Callable[[], Any]) -
     check_refusals("diffusers: calls", messages, [r"(?<=attention backend )\S+(?=;)"])
 
 
-@pytest.mark.parametrize("settings", [{"comm_type": 1}, {"cfg_size": 2, "ulysses_size": 4}])
 def test_a_script_for_ranks_runs_on_one_process(
-    settings: dict[str, int], video: Video, pipe: Any, caplog: pytest.LogCaptureFixture
+    video: Video, make_pipe: Callable[[], Any], expected: Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    alone = video.latents(pipe)
-    parallelize_pipe(pipe, **settings)
-    assert caplog.messages[0].startswith("This is one process, so ")
-    torch.testing.assert_close(video.latents(pipe), alone, atol=2e-5, rtol=0)
+    for settings in ({"comm_type": 1}, {"cfg_size": 2, "ulysses_size": 4}):
+        caplog.clear()
+        pipe = parallelize_pipe(make_pipe(), **settings)
+        assert caplog.messages[0].startswith("This is one process, so ")
+        torch.testing.assert_close(video.latents(pipe), expected, atol=2e-5, rtol=0)
 
 
 def test_refused_when_called(video: Video, make_pipe: Callable[[], Any]) -> None:
@@ -326,31 +322,24 @@ def test_refusals_of_single_classes(tmp_path: Path, caplog: pytest.LogCaptureFix
     apply_cache_on_pipe(video_case.pipe, "steps:0,3", force=True)
     messages["a step after the last from the middle"] = get_refusal(video_case.make_latents)
     case = CASES["modular"]()
-    expected = case.make_latents()
-    guider = case.pipe.guider
+    guider, zero_guider = case.pipe.guider, diffusers.ClassifierFreeZeroStarGuidance(4.0)
+    expected = [case.make_latents()]
+    case.pipe.update_components(guider=zero_guider)
+    expected.append(case.make_latents())
     apply_cache_on_pipe(case.pipe, "steps:0,1,2", force=True)
     case.pipe.update_components(
         guider=diffusers.SkipLayerGuidance(skip_layer_guidance_layers=[1], skip_layer_config=None)
     )
     messages["a guider that skips layers"] = get_refusal(case.make_latents)
-    case.pipe.update_components(guider=guider)
     caplog.clear()
     caplog.set_level(logging.INFO, "wan")
-    for _ in range(2):
-        assert (case.make_latents() - expected).abs().max() <= TOLERANCE
+    for other, latents in zip((guider, zero_guider), expected, strict=True):
+        case.pipe.update_components(guider=other)
+        assert (case.make_latents() - latents).abs().max() <= TOLERANCE
     case.pipe.update_components(guider=diffusers.ClassifierFreeGuidance(guidance_scale=1.0))
     case.make_latents()
     assert caplog.messages == ["Step cache steps: steps skipped: none."] * 3
     check_refusals("diffusers: classes", messages)
-
-
-def test_guiders_of_two_predictions() -> None:
-    case = CASES["modular"]()
-    guider = diffusers.ClassifierFreeZeroStarGuidance(guidance_scale=4.0)
-    case.pipe.update_components(guider=guider)
-    expected = case.make_latents()
-    apply_cache_on_pipe(case.pipe, "steps:0,1,2", force=True)
-    assert (case.make_latents() - expected).abs().max() <= TOLERANCE
 
 
 def test_an_aborted_video_leaves_nothing(video: Video, pipe: Any) -> None:
@@ -377,25 +366,28 @@ def test_an_aborted_video_leaves_nothing(video: Video, pipe: Any) -> None:
     assert session is not None
 
 
-def test_a_video_longer_than_the_training(
+def test_notices_about_long_videos(
     video: Video, pipe: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    replace(video, size=(16, 16), frames=85).latents(parallelize_pipe(pipe))
-    assert sum(text.startswith("85 frames are more than the 81") for text in caplog.messages) == 1
-
-
-@pytest.mark.parametrize(("frames", "is_longer"), [(77, False), (81, True)])
-def test_a_segment_has_no_frame_of_the_reference(
-    frames: int, is_longer: bool, caplog: pytest.LogCaptureFixture
-) -> None:
     """Animate's latents have one more frame, of the picture of the character."""
+
+    def stop(*_: Any) -> None:
+        raise RuntimeError("stopped")
+
+    long_video = replace(video, size=(16, 16), frames=85)
+    parallelize_pipe(pipe).transformer.register_forward_hook(stop)
+    assert get_refusal(long_video.latents, pipe, kind=RuntimeError) == "stopped"
+    assert sum(text.startswith("85 frames are more than the 81") for text in caplog.messages) == 1
     case = CASES["animate"]()
-    lengths = {"segment_frame_length": frames, "width": 16, "height": 16}
-    case.make_call = partial(lambda call: call() | lengths, case.make_call)
+    call = case.make_call() | {"width": 16, "height": 16}
     parallelize_pipe(case.pipe)
-    case.make_latents(1)
-    notices = [text for text in caplog.messages if text.startswith(f"{frames} frames a clip are")]
-    assert bool(notices) == is_longer
+    case.pipe.transformer.register_forward_hook(stop)
+    for frames, is_longer in ((77, False), (81, True)):
+        case.make_call = partial(dict, call, segment_frame_length=frames)
+        caplog.clear()
+        assert get_refusal(case.make_latents, 1, kind=RuntimeError) == "stopped"
+        notices = [text for text in caplog.messages if "frames a clip are" in text]
+        assert [text.split()[0] for text in notices] == [str(frames)] * is_longer
 
 
 def test_the_published_curve_is_that_of_the_inputs(tiny: Any) -> None:
@@ -407,11 +399,74 @@ def test_the_published_curve_is_that_of_the_inputs(tiny: Any) -> None:
         assert f"curve of ti2v-5B ({name}) holds" in get_refusal(video.latents, pipe)
 
 
-def test_a_video_between_two_images(tiny: Any) -> None:
+def test_a_video_between_two_images() -> None:
     """Its first frame is not kept, unlike that of ti2v-5B."""
-    video = make_video(tiny, "2.1 two images", frames=5, steps=1)
-    plain, pipe = video.pipe(), parallelize_pipe(video.pipe())
-    assert (video.latents(pipe) - video.latents(plain)).abs().max() <= TOLERANCE
+    first, last = make_images(2)
+    call = {"image": first, "last_image": last, "num_frames": 5}
+    sizes = {"in_channels": 36, "image_dim": 4, "added_kv_proj_dim": 24, "pos_embed_seq_len": 514}
+    network = make_network(**sizes)
+    case = Case("WanImageToVideoPipeline", lambda: call, transformer=network)
+    case.pipe.encode_image = lambda *_: make_features().expand(2, -1, -1)
+    expected = case.make_latents(1)
+    parallelize_pipe(case.pipe)
+    assert (case.make_latents(1) - expected).abs().max() <= TOLERANCE
+
+
+def test_a_step_at_the_boundary_is_of_the_high_noise_network(tiny: Any) -> None:
+    """As in the pipeline; each network computes its first step, here the first and the third."""
+    video = make_video(tiny, "2.2", frames=5, steps=3)
+    pipe = apply_cache_on_pipe(video.pipe(), "steps:0", force=True)
+    pipe.scheduler.set_timesteps(3)
+    pipe.register_to_config(boundary_ratio=pipe.scheduler.timesteps[1].item() / 1000)
+    computed: list[int] = []
+    for index, network in enumerate((pipe.transformer, pipe.transformer_2)):
+        ffn = network.blocks[-1].ffn
+        ffn.register_forward_hook(lambda *_, index=index: computed.append(index))
+    video.latents(pipe)
+    assert computed == [0, 0, 1, 1]  # both branches
+
+
+@pytest.mark.dist
+@pytest.mark.xdist_group("pairs")
+def test_a_cache_measures_no_padding(tiny: Any) -> None:
+    """Three tokens on two ranks: steps are computed as on one process, by several thresholds."""
+    video = make_video(tiny, "2.1", size=(16, 16), steps=10)
+    expected = list_computed_steps(video)
+    assert len({*map(len, expected)}) == len(expected)
+    assert run_on_ranks(2, list_computed_steps, video) == [expected, expected]
+
+
+def list_computed_steps(video: Video) -> list[list[int]]:
+    """On one rank: lists the steps in which all blocks compute, for each threshold."""
+    torch.set_num_threads(1)
+    pipe, results = video.pipe(), list[list[int]]()
+    pipe.transformer.blocks[-1].ffn.register_forward_hook(
+        lambda *_: results[-1].append(pipe.scheduler.step_index or 0)
+    )
+    for threshold in (0.5, 0.6, 0.7):
+        results.append([])
+        with parallelized_pipe(pipe):
+            apply_cache_on_pipe(pipe, "first_block", threshold=threshold, warmup=0)
+            video.latents(pipe)
+    return results
+
+
+@pytest.mark.dist
+@pytest.mark.xdist_group("pairs")
+def test_ranks_with_another_number_of_inputs(tiny: Any) -> None:
+    video = make_video(tiny, "2.1", size=(16, 16))
+    for message in run_on_ranks(2, add_input_on_one_rank, video):
+        assert message.startswith("The ranks have other texts, images or videos")
+
+
+def add_input_on_one_rank(video: Video) -> str:
+    pipe, image = video.pipe(), {"encoder_hidden_states_image": torch.ones(1, 257, 4)}
+    if torch.distributed.get_rank() == 1:
+        pipe.transformer.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, kwargs | image), with_kwargs=True
+        )
+    with parallelized_pipe(pipe):
+        return get_refusal(video.latents, pipe)
 
 
 def reuse_attention(pipe: Any, computed: Sequence[bool]) -> None:

@@ -74,24 +74,18 @@ def test_each_row_of_a_registry_has_its_row_in_a_page() -> None:
     assert not missing
 
 
-def test_the_documents_name_every_mode() -> None:
+def test_pages_name_every_mode_kernel_and_task() -> None:
     readme = (REPO / "README.md").read_text()
     for mode, row in MODES.items():
         for name in ("docs/fa_power_cap.md", "README.md", "infer_t2v.sh", "infer_i2v.sh"):
             assert f"{mode} {row.name}" in (REPO / name).read_text(), (mode, name)
         assert f"\n| {mode} | " in (REPO / "README.zh.md").read_text(), mode
     assert f"`--comm_type {{{','.join(map(str, MODES))}}}`" in readme
-
-
-def test_a_page_describes_the_kernels_without_xfuser() -> None:
-    text = (REPO / "docs" / "attention_backends.md").read_text()
+    kernels = (REPO / "docs" / "attention_backends.md").read_text()
     names = list_dense_kernels("attention_backend")
     ours = [name for name in names if DENSE_KERNELS[name].xfuser_member is None]
-    assert not [name for name in ours if f"\n- `{name}`: " not in text]
-
-
-def test_the_readme_names_the_weights_of_every_task() -> None:
-    rows = [line for line in (REPO / "README.md").read_text().splitlines() if line[:1] == "|"]
+    assert not [name for name in ours if f"\n- `{name}`: " not in kernels]
+    rows = [line for line in readme.splitlines() if line[:1] == "|"]
     for task, preset in PRESETS.items():
         assert any(f"`{task}`" in row and f"/{preset.folder}`" in row for row in rows), task
 
