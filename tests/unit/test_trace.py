@@ -316,14 +316,14 @@ def test_control_blocks_before_the_skipped_layers_are_computed() -> None:
 
 
 def test_the_line_of_a_layer() -> None:
-    lines = {
-        PLAN: "0: A2A q k v, FA 0, A2A out | 1: A2A q k v, FA 0, A2A out",
-        replace(PLAN, comm_type=0, overlap=True): (
-            "0: A2A q k v | 1: A2A q k v | 0: wait q k v, FA 0, A2A out | "
-            "1: wait q k v, FA 0, A2A out | 0: wait out | 1: wait out"
-        ),
-    }
-    for plan, line in lines.items():
+    overlapped = (
+        "0: A2A q k v | 1: A2A q k v | 0: wait q k v, FA 0, A2A out | "
+        "1: wait q k v, FA 0, A2A out | 0: wait out | 1: wait out"
+    )
+    for plan, line in (
+        (PLAN, "0: A2A q k v, FA 0, A2A out | 1: A2A q k v, FA 0, A2A out"),
+        (replace(PLAN, comm_type=0, overlap=True), overlapped),
+    ):
         events = exchange_order.group_by_layer(play(plan).events)[0]
         assert exchange_order.format_layer_order(events) == line
 
