@@ -185,27 +185,6 @@ HEAD_RANGES = st.tuples(st.integers(0, HEADS - 1), st.integers(1, HEADS)).map(
 )
 
 
-@pytest.mark.parametrize(("head", "dtype"), [(16, torch.bfloat16), (64, torch.float32)])
-def test_rotated_rows_do_not_depend_on_the_cut(head: int, dtype: torch.dtype) -> None:
-    x = make_random_tensors((1, ROWS, HEADS, head), 1, dtype, seed=head)[0]
-    rotation = make_hadamard_rotation(head, dtype)
-    rotated = rotate_heads(x, rotation)
-    assert rotated.dtype == dtype
-    exact = x.double() @ rotation.double()
-    torch.set_num_threads(2)
-    assert torch.equal(rotate_heads(x, rotation), rotated)
-    assert (rotated - exact).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
-
-    @CALM
-    @given(CUTS, HEAD_RANGES)
-    def check(cut: tuple[int, int], heads: tuple[int, int]) -> None:
-        rows, some_heads = slice(*cut), slice(*heads)
-        part = rotate_heads(x[:, rows, some_heads], rotation)
-        assert torch.equal(part, rotated[:, rows, some_heads])
-
-    check()
-
-
 @pytest.mark.parametrize(
     ("head", "dtype", "masked"), [(16, torch.float32, True), (128, torch.bfloat16, False)]
 )

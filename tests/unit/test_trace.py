@@ -259,13 +259,6 @@ def test_gaps_end_with_a_step() -> None:
     assert (rank.within.count, rank.within.longest, rank.across.count) == (2, 12, 0)
 
 
-def test_what_is_hidden_under_attention() -> None:
-    """The second chunk's exchange is under way during the first's attention, and so on."""
-    rank = analyze_trace(play(replace(PLAN, comm_type=0, overlap=True, layers=1)))
-    assert rank.order.difference is None
-    assert rank.hidden == 10, "chunk 1 comes in under FA 0, the result of 0 goes out under FA 1"
-
-
 def test_a_changed_order_is_reported() -> None:
     """Layers are counted up to the first deviation."""
     plan = replace(PLAN, layers=3)
