@@ -163,3 +163,17 @@ def test_a_stored_dtype_changes_no_estimate(tiny: Any, tmp_path: Path) -> None:
         sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
         estimates.append(memory_estimate.compute_stage_memory(run.setup, run.params, sizes))
     assert estimates[0] == estimates[1]
+
+
+def test_weights_of_a_text_encoder(tiny: Any) -> None:
+    """A published file may name the embedding twice: it is one parameter, and no block's."""
+    setup = plan_run("t2v-1.3B", tiny("t2v-1.3B")).setup
+    shapes = {"shared.weight": (1000, 64), "encoder.embed_tokens.weight": (1000, 64)}
+    shapes |= {f"encoder.block.{n}.layer.0.SelfAttention.q.weight": (64, 64) for n in range(3)}
+    tensors = {
+        name: TensorInfo(Path("x.pth"), name, "BF16", shape, 0) for name, shape in shapes.items()
+    }
+    weights = weight_sizes.sum_text_encoder_weights(setup, "cuda", tensors, 1)
+    blocks = 3 * 64 * 64 * 2
+    assert (weights.allocated, weights.mapped) == (1000 * 64 * 2 + blocks, 0)
+    assert (weights.all_blocks, weights.block) == (blocks, blocks // 3)
