@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.checkpoint_files import load_tensors, read_values
+from tests.checkpoint_files import are_equal, load_tensors, read_values
 from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_marks import float8_blocks
@@ -38,23 +38,18 @@ State = Mapping[str, Tensor]
 FILE = "diffusion_pytorch_model.safetensors"
 
 
-def quantise_rows(weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns values, a scale for each row with all axes, and the dequantised weight."""
+def store_quanto(name: str, weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Any, Tensor]:
+    """A scale for each row, with all axes of the weight."""
     scale = weight.abs().amax(tuple(range(1, weight.dim())), keepdim=True) / 120
     values = (weight / scale).round().to(dtype)
-    return values, scale, values.float() * scale
-
-
-def store_quanto(name: str, weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Any, Tensor]:
-    values, scale, dequantised = quantise_rows(weight, dtype)
     stored = {f"{name}.weight._data": values, f"{name}.weight._scale": scale}
     ones = {f"{name}.input_scale": torch.ones(()), f"{name}.output_scale": torch.ones(())}
-    return stored | ones, dequantised
+    return stored | ones, values.float() * scale
 
 
 def store_turbodiffusion(name: str, weight: Tensor, size: int) -> tuple[Any, Tensor]:
     """Blocks of as many rows as columns; of 128, of 64 in later files."""
-    (_, scale), _ = float8_blocks(weight, (size, size))[0].values(), None
+    _, scale = float8_blocks(weight, (size, size))[0].values()
     by_value = scale.repeat_interleave(size, 0).repeat_interleave(size, 1)
     by_value = by_value[: weight.shape[0], : weight.shape[1]]
     values = (weight / by_value).div(4).round().to(torch.int8)
@@ -69,8 +64,9 @@ READ: dict[str, Callable[[str, Tensor], tuple[Any, Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-@pytest.mark.parametrize("layout", READ)
+@pytest.mark.parametrize(
+    ("layout", "suffix"), [*zip(READ, (".pt", ".safetensors") * 2, strict=True)]
+)
 def test_values_with_scales_are_read(layout: str, suffix: str, tiny: Any, tmp_path: Path) -> None:
     """In the DiT, the text encoder and, by quanto, in the convolutions of the VAE."""
     source, path = tiny("t2v-1.3B"), tmp_path / f"x{suffix}"
@@ -90,8 +86,7 @@ def test_values_with_scales_are_read(layout: str, suffix: str, tiny: Any, tmp_pa
             expected[name] = value.float()
         save_file(stored, path) if suffix == ".safetensors" else torch.save(stored, path)
         actual = read_values(collect_network_tensors(read_file_headers(path), str, component))
-        assert actual.keys() == expected.keys()
-        assert all(torch.equal(actual[name], expected[name]) for name in expected), component
+        assert are_equal(actual, expected), component
 
 
 def load_encoder(folder: Path) -> dict[str, Tensor]:

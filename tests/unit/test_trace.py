@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +16,6 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.conftest import slow
 from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals
 from wan.cli import main as generate
@@ -48,80 +47,59 @@ PLAN = ExchangePlan(
     sparse_from=None,
     steps={0: "dit"},
 )
+DENSE_RING = {"sizes": (1, 2, 1), "comm_type": 0}
+RING_OF_3 = {"sizes": (1, 3, 1), "comm_type": 0, "rank": 1}
+FP8 = {"fp8": True, "fp8_exchange": True}
 INPUT_SENDS = "A2A q, A2A k, A2A v"
 INPUT_WAITS = "wait q, wait k, wait v"
 OUTPUT_ITEMS = "A2A out, wait out"
 
 
-def list_planned_names(plan: ExchangePlan, chunk: int = 0, step: int = 0) -> str:
-    """Returns the items of a chunk in the planned order."""
-    return ", ".join(
-        name
-        for item_chunk, name in exchange_order.list_planned_items(plan, step)
-        if item_chunk == chunk
-    )
+def list_planned_names(plan: ExchangePlan) -> str:
+    """Returns the items of the first chunk in the planned order."""
+    items = exchange_order.list_planned_items(plan, 0)
+    return ", ".join(name for chunk, name in items if chunk == 0)
 
 
-def test_the_order_of_a_chunk() -> None:
-    for comm_type, chunks in ((0, 1), (1, 2)):
-        plan = replace(PLAN, comm_type=comm_type)
-        assert list_planned_names(plan) == f"{INPUT_SENDS}, {INPUT_WAITS}, FA 0, {OUTPUT_ITEMS}"
-        assert {chunk for chunk, _ in exchange_order.list_planned_items(plan, 0)} == set(
-            range(chunks)
-        )
-
-
+ALONE = f"{INPUT_SENDS}, {INPUT_WAITS}, FA 0, {OUTPUT_ITEMS}"
+TWO_BLOCKS = f"{INPUT_SENDS}, {INPUT_WAITS}, FA 0, FA 1, {OUTPUT_ITEMS}"
+SCALES = "A2A q scale, A2A k scale, A2A v scale"
+SCALE_WAITS = "wait q scale, wait k scale, wait v scale"
 CHANGED: list[tuple[dict[str, Any], str]] = [
-    ({"comm_type": 2}, f"{INPUT_SENDS}, {INPUT_WAITS}, FA 0, FA 1, {OUTPUT_ITEMS}"),
-    (
-        {"comm_type": 2, "tokens": 1},
-        f"{INPUT_SENDS}, {INPUT_WAITS}, FA 0, {OUTPUT_ITEMS}",
-    ),  # one row is one block
+    ({"comm_type": 0}, ALONE),
+    ({"comm_type": 1}, ALONE),
+    ({"comm_type": 2}, TWO_BLOCKS),
+    ({"comm_type": 2, "tokens": 1}, ALONE),  # one row is one block
     ({"sizes": (1, 1, 1), "comm_type": 0}, "FA 0"),
-    ({"sizes": (1, 2, 1), "comm_type": 0}, "hop, FA 0 of 0, in, FA 0 of 1"),
-    ({"sizes": (1, 2, 1), "comm_type": 0, "merges": False}, "gather k, gather v, FA 0"),
-    ({"sizes": (1, 2, 1), "comm_type": 0, "fp8": True}, "gather k, gather v, FA 0"),
-    ({"sizes": (1, 2, 1), "comm_type": 0, "tokens": 1}, "hop, FA 0 of 0, in"),  # one is padding
-    ({"sizes": (1, 2, 1), "comm_type": 0, "tokens": 1, "rank": 1}, "hop, in"),
+    (DENSE_RING, "hop, FA 0 of 0, in, FA 0 of 1"),
+    ({**DENSE_RING, "merges": False}, "gather k, gather v, FA 0"),
+    ({**DENSE_RING, "fp8": True}, "gather k, gather v, FA 0"),
+    ({**DENSE_RING, "tokens": 1}, "hop, FA 0 of 0, in"),  # one rank has only padding
+    ({**DENSE_RING, "tokens": 1, "rank": 1}, "hop, in"),
     (
-        {"sizes": (1, 3, 1), "comm_type": 0, "ring_type": "bidirectional", "rank": 1},
+        {**RING_OF_3, "ring_type": "bidirectional"},
         "hop, FA 0 of 1, in, hop, FA 0 of 0, FA 0 of 2, in",
     ),
-    (
-        {"sizes": (1, 3, 1), "comm_type": 0, "rank": 1},
-        "hop, FA 0 of 1, in, hop, FA 0 of 0, in, FA 0 of 2",
-    ),
-    (
-        {"fp8": True, "fp8_exchange": True},
-        f"{INPUT_SENDS}, A2A q scale, A2A k scale, A2A v scale, {INPUT_WAITS}, wait q scale, "
-        f"wait k scale, wait v scale, FA 0, {OUTPUT_ITEMS}",
-    ),
-    (
-        {"fp8": True, "fp8_exchange": True, "fused": True},
-        f"A2A qkv, wait qkv, FA 0, {OUTPUT_ITEMS}",
-    ),
+    (RING_OF_3, "hop, FA 0 of 1, in, hop, FA 0 of 0, in, FA 0 of 2"),
+    (FP8, f"{INPUT_SENDS}, {SCALES}, {INPUT_WAITS}, {SCALE_WAITS}, FA 0, {OUTPUT_ITEMS}"),
+    ({**FP8, "fused": True}, f"A2A qkv, wait qkv, FA 0, {OUTPUT_ITEMS}"),
     # 10 tokens: a sparse or quantised call divides queries at multiples of 128 rows.
-    ({"comm_type": 2, "sparse_from": 0}, f"{INPUT_SENDS}, {INPUT_WAITS}, FA 0, {OUTPUT_ITEMS}"),
-    (
-        {"comm_type": 2, "sparse_from": 1},
-        f"{INPUT_SENDS}, {INPUT_WAITS}, FA 0, FA 1, {OUTPUT_ITEMS}",
-    ),
+    ({"comm_type": 2, "sparse_from": 0}, ALONE),
+    ({"comm_type": 2, "sparse_from": 1}, TWO_BLOCKS),
 ]
 
 
-def test_what_the_sizes_change() -> None:
+def test_the_order_of_a_chunk() -> None:
     orders = [(changed, list_planned_names(replace(PLAN, **changed))) for changed, _ in CHANGED]
     assert orders == CHANGED
+    assert {chunk for chunk, _ in exchange_order.list_planned_items(PLAN, 0)} == {0, 1}
 
 
 def test_the_order_of_overlap() -> None:
     """One chunk ahead, and no further."""
     plan = replace(PLAN, comm_type=0, overlap=True, heads=6)
-    assert [
-        name
-        for name in exchange_order.list_planned_items(plan, 0)
-        if "q" in name[1] or "F" in name[1]
-    ] == [
+    items = exchange_order.list_planned_items(plan, 0)
+    assert [(chunk, name) for chunk, name in items if "q" in name or "F" in name] == [
         *((0, "A2A q"), (1, "A2A q"), (0, "wait q"), (0, "FA 0")),
         *((2, "A2A q"), (1, "wait q"), (1, "FA 0")),
         *((2, "wait q"), (2, "FA 0")),
@@ -281,58 +259,37 @@ def test_gaps_end_with_a_step() -> None:
     assert (rank.within.count, rank.within.longest, rank.across.count) == (2, 12, 0)
 
 
-def test_what_is_hidden_under_attention() -> None:
-    """The second chunk's exchange is under way during the first's attention, and so on."""
-    plan = replace(PLAN, comm_type=0, overlap=True, layers=1)
-    rank = analyze_trace(play(plan))
-    assert rank.order.difference is None
-    assert rank.hidden == 10, "chunk 1 comes in under FA 0, the result of 0 goes out under FA 1"
-
-
 def test_a_changed_order_is_reported() -> None:
-    def swapped(layer: int) -> list[exchange_order.OrderItem]:
-        items = exchange_order.list_planned_items(PLAN, 0)
-        if layer == 1:
-            items[7], items[6] = items[6], items[7]  # the result is sent before it is computed
-        return items
-
-    difference = analyze_trace(play(PLAN, swapped)).order.difference
-    assert str(difference) == (
-        "rank 0, step 0 (cond), layer 1, position 6: expected FA 0 of chunk 0, "
-        "found A2A out of chunk 0"
-    )
-    lost = analyze_trace(
-        play(PLAN, lambda layer: exchange_order.list_planned_items(PLAN, 0)[: -layer or None])
-    )
-    assert "expected wait out of chunk 1, found the end of the layer" in str(lost.order.difference)
+    """Layers are counted up to the first deviation."""
+    plan = replace(PLAN, layers=3)
+    planned = exchange_order.list_planned_items(plan, 0)
+    swapped = [*planned[:6], planned[7], planned[6], *planned[8:]]  # sent before it is computed
+    for changed, difference in (
+        (swapped, "position 6: expected FA 0 of chunk 0, found A2A out of chunk 0"),
+        (planned[:-1], "position 17: expected wait out of chunk 1, found the end of the layer"),
+    ):
+        played = play(plan, lambda layer, items=changed: items if layer else planned)
+        order = analyze_trace(played).order
+        assert str(order.difference) == f"rank 0, step 0 (cond), layer 1, {difference}"
+        assert (order.layers, order.skipped) == (2, 0)
     empty = Trace(PLAN, [], {})
     assert "expected a step, found nothing" in str(analyze_trace(empty).order.difference)
 
 
-def test_layers_are_counted_up_to_the_first_deviation() -> None:
-    plan = replace(PLAN, layers=3)
-    planned = exchange_order.list_planned_items(plan, 0)
-    trace_file = play(plan, lambda layer: planned[: -layer or None])
-    comparison = exchange_order.compare_with_plan(trace_file.plan, trace_file.events)
-    assert "layer 1," in str(comparison.difference)
-    assert (comparison.layers, comparison.skipped) == (2, 0)
-
-
 def test_layers_that_a_cache_leaves_out_are_no_difference() -> None:
-    def work(skipped: str) -> Callable[[Ticks], None]:
-        def forward(_: Ticks) -> None:
-            with trace.span("branch", branch="cond"):
-                if skipped == "blocks":
-                    trace.record_marker("cache", what="blocks", decision="skipped", first=0)
-                for layer in range(2 if skipped == "attention" else 0):
-                    with trace.span("layer", layer=layer):
-                        trace.record_marker("cache", what="attention", decision="skipped")
+    def skip_blocks(_: Ticks) -> None:
+        with trace.span("branch", branch="cond"):
+            trace.record_marker("cache", what="blocks", decision="skipped", first=0)
 
-        return forward
+    def skip_attention(_: Ticks) -> None:
+        with trace.span("branch", branch="cond"):
+            for layer in range(2):
+                with trace.span("layer", layer=layer):
+                    trace.record_marker("cache", what="attention", decision="skipped")
 
-    for cached in ("blocks", "attention"):
-        verdict = exchange_order.compare_with_plan(PLAN, record_work(work(cached)))
-        assert verdict == exchange_order.OrderComparison(layers=0, skipped=2, difference=None)
+    for work in (skip_blocks, skip_attention):
+        comparison = exchange_order.compare_with_plan(PLAN, record_work(work))
+        assert comparison == exchange_order.OrderComparison(layers=0, skipped=2, difference=None)
 
 
 def test_control_blocks_before_the_skipped_layers_are_computed() -> None:
@@ -352,17 +309,16 @@ def test_control_blocks_before_the_skipped_layers_are_computed() -> None:
 
 
 def test_the_line_of_a_layer() -> None:
-    inside = exchange_order.group_by_layer(play(PLAN).events)[0]
-    assert exchange_order.format_layer_order(inside) == (
-        "0: A2A q k v, FA 0, A2A out | 1: A2A q k v, FA 0, A2A out"
-    )
-    plan = replace(PLAN, comm_type=0, overlap=True)
-    assert exchange_order.format_layer_order(
-        exchange_order.group_by_layer(play(plan).events)[0]
-    ) == (
+    overlapped = (
         "0: A2A q k v | 1: A2A q k v | 0: wait q k v, FA 0, A2A out | "
         "1: wait q k v, FA 0, A2A out | 0: wait out | 1: wait out"
     )
+    for plan, line in (
+        (PLAN, "0: A2A q k v, FA 0, A2A out | 1: A2A q k v, FA 0, A2A out"),
+        (replace(PLAN, comm_type=0, overlap=True), overlapped),
+    ):
+        events = exchange_order.group_by_layer(play(plan).events)[0]
+        assert exchange_order.format_layer_order(events) == line
 
 
 @pytest.fixture
@@ -405,11 +361,10 @@ def test_the_file_is_chromes_and_comes_back(folder: Path) -> None:
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = tmp_path / "overlap"
-    plan = replace(PLAN, comm_type=0, overlap=True, sizes=(1, 1, 2))
+    other, out = tmp_path / "overlap", tmp_path / "out"
+    plan = replace(PLAN, comm_type=0, overlap=True)
     for rank in range(2):
         exchange_order.write_trace(play(replace(plan, rank=rank)), other, origin_ns=0)
-    out = tmp_path / "out"
     assert power(["report", str(folder), str(other), "--out", str(out)]) == 0
     output = capsys.readouterr().out
     assert output.count("Order: as planned") == 2 and "a layer, each rank: A2A 8, FA 2" in output
@@ -419,64 +374,65 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert first["ranks"][1]["duty"] == 20 / 78 and second["ranks"][0]["hidden"] == 20
     with Image.open(out / "timeline.png") as image:
         assert image.width > 1000 and len(image.getcolors(1 << 24)) > 20
-    assert (out / "timeline.png").stat().st_size < 150_000
 
 
-def test_the_layer_of_median_duration_is_drawn() -> None:
-    """Of layers with attention; its bars count milliseconds from its beginning."""
-    spans = {0: (3, 13), 1: (30, 35), 2: (40, 60), 3: (60, 61), 4: (70, 78), 5: (80, 95)}
-    events = list[Event]()
-    for layer, (begin, end) in spans.items():
-        operations = [("layer", begin, end), ("attention", begin + 2, begin + 4)]
-        for name, *times in operations[: 1 if layer == 3 else 2]:
-            times_ns = [10**6 * time for time in (*times, 0)]
-            events.append(Event(name, {"layer": layer, "chunk": 7}, *times_ns))
-    ((chosen, inside),) = select_layers([Trace(PLAN, events, {})])
-    assert chosen.attributes["layer"] == 0
-    assert [*make_bars(chosen, inside)] == [Bar("attention", "attention", 2, 2, "7")]
+def make_layers(
+    spans: dict[int, tuple[int, int]], attention_ms: int = 1, plain: tuple[int, ...] = ()
+) -> Trace:
+    """A trace of layers with their begin and end in ms; attention (of chunk 3) begins 2 ms later.
 
-
-def make_layers(durations: dict[int, int], chunk_ms: int) -> Trace:
-    """A trace with a layer of each index and duration, in which attention computes chunk 3."""
+    plain: Layers without attention.
+    """
     events = []
-    for layer, duration in durations.items():
-        begin = 1000 * layer
-        for name, length in (("layer", duration), ("attention", chunk_ms)):
-            times = (10**6 * time for time in (begin, begin + length, 0))
-            events.append(Event(name, {"step": 0, "layer": layer, "chunk": 3}, *times))
+    for layer, (begin, end) in spans.items():
+        ranges = {"layer": (begin, end), "attention": (begin + 2, begin + 2 + attention_ms)}
+        if layer in plain:
+            del ranges["attention"]
+        for name, times in ranges.items():
+            attributes = {"step": 0, "layer": layer, "chunk": 3}
+            events.append(Event(name, attributes, *(10**6 * time for time in (*times, 0))))
     return Trace(PLAN, events, {})
 
 
-def test_the_same_layer_of_all_runs_is_drawn() -> None:
-    """That of median duration of the first run, if the others have it."""
-    runs = [make_layers(d, 1) for d in ({0: 10, 1: 30, 2: 20}, {0: 30, 1: 20, 2: 10})]
-    assert [layer.attributes["layer"] for layer, _ in select_layers(runs)] == [2, 2]
-    runs[1] = make_layers({5: 30, 6: 20, 7: 10}, 1)
-    assert [layer.attributes["layer"] for layer, _ in select_layers(runs)] == [2, 6]
+def test_the_layer_of_median_duration_is_drawn() -> None:
+    """Of layers with attention, the same of all runs; its bars count ms from its beginning."""
+    spans = {0: (3, 13), 1: (30, 35), 2: (40, 60), 3: (60, 61), 4: (70, 78), 5: (80, 95)}
+    ((chosen, inside),) = select_layers([make_layers(spans, 2, plain=(3,))])
+    assert chosen.attributes["layer"] == 0
+    assert [*make_bars(chosen, inside)] == [Bar("attention", "attention", 2, 2, "3")]
+    first = make_layers({0: (0, 10), 1: (100, 130), 2: (200, 220)})
+    for indices, expected in (((0, 1, 2), 2), ((5, 6, 7), 6)):  # with layer 2, and without it
+        ends = ((0, 30), (100, 120), (200, 210))
+        second = make_layers(dict(zip(indices, ends, strict=True)))
+        layers = [layer.attributes["layer"] for layer, _ in select_layers([first, second])]
+        assert layers == [2, expected]
 
 
 def test_the_caption_explains_the_numbers_that_are_drawn(tmp_path: Path) -> None:
     """A short bar has no number."""
-    for chunk_ms in (1, 500):
+    for attention_ms in (1, 500):
+        run = make_layers({0: (0, 900)}, attention_ms)
         with patch("matplotlib.axes.Axes.set_xlabel") as caption:
-            draw_timeline([("run", make_layers({0: 900}, chunk_ms))], tmp_path / "timeline.png")
-        assert ("number" in caption.call_args.args[0]) == (chunk_ms == 500)
+            draw_timeline([("run", run)], tmp_path / "timeline.png")
+        assert ("number" in caption.call_args.args[0]) == (attention_ms == 500)
 
 
 def test_an_edited_trace_is_caught(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two exchanges' times are exchanged: the viewer would show them so, and so does the report."""
-    path = folder / "rank1.json"
-    content = json.loads(path.read_text())
-    sent = [row for row in content["traceEvents"] if row.get("cat") == "a2a"]
-    sent[0]["ts"], sent[1]["ts"] = sent[1]["ts"], sent[0]["ts"]
-    path.write_text(json.dumps(content))
-    assert power(["report", str(folder)]) == 1
-    output = capsys.readouterr().out
-    assert (
-        "Order: rank 1, step 0 (cond), layer 0, position 0: expected A2A q of chunk 0, found A2A k "
-        "of chunk 0"
-    ) in output
-    assert json.loads((folder / "report.json").read_text())[0]["order"].startswith("rank 1")
+
+    def swap_times(content: dict[str, Any]) -> None:
+        a, b, *_ = (row for row in content["traceEvents"] if row.get("cat") == "a2a")
+        a["ts"], b["ts"] = b["ts"], a["ts"]
+
+    damage_trace(swap_times)(folder)
+    with patch("wan.power.timeline.draw_timeline"):
+        assert power(["report", str(folder)]) == 1
+    difference = (
+        "rank 1, step 0 (cond), layer 0, position 0: expected A2A q of chunk 0, found A2A k of "
+        "chunk 0"
+    )
+    assert f"Order: {difference}" in capsys.readouterr().out
+    assert json.loads((folder / "report.json").read_text())[0]["order"] == difference
 
 
 def damage_trace(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
@@ -517,28 +473,16 @@ def test_broken_traces(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert not captured.out, name
         messages[name] = captured.err
     check_refusals("trace: broken", messages, hide=[r"(?<=--trace) \(.*\)(?=;)"])
+    with patch("wan.power.timeline.draw_timeline"):
+        assert power(["report", str(folder), "--out", "/proc/nowhere"]) == 2
+    assert "--out /proc/nowhere" in capsys.readouterr().err
 
 
-ODD_VALUES = (
-    None,
-    True,
-    -1,
-    10**19,
-    1e300,
-    float("nan"),
-    "x",
-    "",
-    [],
-    [[1]],
-    {},
-    {"a": []},
-    "9" * 5000,
-)
+ODD_VALUES = (None, True, -1, 10**19, 1e300, float("nan"), "x", "", [], [[1]], {}, {"a": []})
 
 
-@pytest.mark.parametrize("share", [13, slow(2)])
-def test_damaged_values_are_one_sentence(share: int, folder: Path) -> None:
-    """Every value of a trace in turn is replaced by some of the values that no trace has."""
+def test_damaged_values_are_one_sentence(folder: Path) -> None:
+    """Every value of a trace in turn is replaced by a value that no trace has."""
     path = folder / "rank1.json"
     content = json.loads(path.read_text())
 
@@ -549,25 +493,17 @@ def test_damaged_values_are_one_sentence(share: int, folder: Path) -> None:
             if isinstance(value, dict | list):
                 yield from list_entries(value, depth + 1)
 
-    attempts = 0
-    for node, key in list_entries(content):
-        original = node[key]
-        for value in ODD_VALUES[attempts % share :: share]:
-            node[key] = value
-            path.write_text(json.dumps(content))
-            attempts += 1
-            try:
-                for trace_ in exchange_order.read_traces(folder):
-                    json.dumps(asdict(analyze_trace(trace_)))
-            except InputError as error:
-                assert "\n" not in str(error) and len(str(error)) < 600
+    entries = [*list_entries(content)]
+    assert len(entries) > 80
+    for (node, key), value in zip(entries, cycle(ODD_VALUES), strict=False):
+        original, node[key] = node[key], value
+        path.write_text(json.dumps(content))
+        try:
+            for trace_ in exchange_order.read_traces(folder):
+                json.dumps(asdict(analyze_trace(trace_)))
+        except InputError as error:
+            assert "\n" not in str(error) and len(str(error)) < 600
         node[key] = original
-    assert attempts > 1000 / share
-
-
-def test_a_report_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert power(["report", str(folder), "--out", "/proc/nowhere"]) == 2
-    assert "--out /proc/nowhere" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -578,22 +514,17 @@ def test_one_process(tiny: Callable[[str], Path], tmp_path: Path, capfd: Any) ->
     arguments += ["--trace", str(tmp_path / "trace"), "--trace_steps", "0-1"]
     arguments += ["--trace_kernels", "--log_level", "debug", "--save_file", str(tmp_path / "v.mp4")]
     assert generate.main(arguments) == 0
-    output = capfd.readouterr().out
-    assert "step 0 cond layer 0 baseline: 0: FA 0" in output
+    assert "step 0 cond layer 0 baseline: 0: FA 0" in capfd.readouterr().out
     assert_chrome(tmp_path / "trace" / "rank0.json")
     kernel_names = {row["name"] for row in ranges(tmp_path / "trace" / "rank0.step0.kernels.json")}
     assert {"step 0", "layer 1", "attention", "aten::scaled_dot_product_attention"} <= kernel_names
-    decisions = [
-        r["args"] for r in ranges(tmp_path / "trace" / "rank0.json") if r["cat"] == "cache"
+    rows = ranges(tmp_path / "trace" / "rank0.json")
+    decisions = [row["args"] for row in rows if row["cat"] == "cache"]
+    assert [(x["step"], x["branch"], x["decision"]) for x in decisions] == [
+        *((0, branch, "computed") for branch in ("cond", "uncond")),
+        *((1, branch, "skipped") for branch in ("cond", "uncond")),
     ]
-    assert [
-        (attributes["step"], attributes["branch"], attributes["decision"])
-        for attributes in decisions
-    ] == [
-        (step, branch, decision)
-        for step, decision in ((0, "computed"), (1, "skipped"))
-        for branch in ("cond", "uncond")
-    ]
-    assert power(["report", str(tmp_path / "trace")]) == 0
+    with patch("wan.power.timeline.draw_timeline"):
+        assert power(["report", str(tmp_path / "trace")]) == 0
     assert "skipped by a step cache" in capfd.readouterr().out
     assert "trace" not in json.loads((tmp_path / "v.json").read_text())["settings"]

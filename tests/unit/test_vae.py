@@ -63,18 +63,16 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 LIMITS = {"contiguous": 2e-6, "channels last": 5e-6}  # channels-last convolutions use other kernels
-SIZES = [(1, 3, 5), (2, 1, 2), (3, 4, 3), (21, 3, 2)]
 
 
 @VERSION
-@pytest.mark.parametrize("single_frames", [False, True])
 @pytest.mark.parametrize(
-    ("layout", "size"),
+    ("layout", "size", "single_frames"),
     [
-        ("contiguous", (2, 1, 2)),
-        ("channels last", (3, 4, 3)),
-        *(slow(layout, size) for layout in LIMITS for size in SIZES),
-        slow("contiguous", (2, 1, 256)),
+        ("contiguous", (2, 1, 2), True),
+        ("channels last", (3, 3, 2), False),
+        *(slow(layout, (21, 3, 2), single) for layout in LIMITS for single in (False, True)),
+        slow("contiguous", (2, 1, 256), True),
     ],
 )
 def test_the_same_as_diffusers(
@@ -111,9 +109,9 @@ def test_the_same_as_diffusers(
 def test_the_first_latent_frame_alone_is_decoded_to_the_first_frame(pair, version: str) -> None:
     """Bit for bit, as is a window of latent frames from the start."""
     vae = VideoVAE(pair(version)[1])
-    latents = torch.randn(vae.mean.shape[1], 4, 6, 4, generator=torch.Generator().manual_seed(1))
+    latents = torch.randn(vae.mean.shape[1], 3, 2, 2, generator=torch.Generator().manual_seed(1))
     video = vae.decode(latents)
-    for window in (1, 3):
+    for window in (1, 2):
         frames = vae.decode(latents[:, :window])
         assert torch.equal(frames, video[:, : frames.shape[1]])
 
@@ -135,33 +133,32 @@ def test_parameters_have_the_published_shapes(version: str) -> None:
 
 
 @VERSION
-@pytest.mark.parametrize("size", [(17, 1), (1, 18), slow((17, 18))], ids=str)
-def test_tiles_are_those_of_diffusers(pair, version: str, size: tuple[int, int]) -> None:
-    """size: rows and columns of 16 pixels."""
+@pytest.mark.parametrize("size", [(2, 17, 1), (1, 1, 18), slow((2, 17, 18))], ids=str)
+def test_tiles_are_those_of_diffusers(pair, version: str, size: tuple[int, int, int]) -> None:
+    """size: latent frames, and rows and columns of 16 pixels."""
     reference, ours = pair(version)
-    h, w = (side * 16 // ours.version.scale for side in size)
-    latent = torch.randn(ours.version.z_dim, 2, h, w, generator=torch.Generator().manual_seed(0))
+    f, h, w = size[0], *(side * 16 // ours.version.scale for side in size[1:])
+    latent = torch.randn(ours.version.z_dim, f, h, w, generator=torch.Generator().manual_seed(0))
     vae = VideoVAE(ours)
     reference.enable_tiling()
     expected = reference.decode(latent[None] / vae.scale + vae.mean).sample[0]
     assert distance(vae.decode_in_tiles(latent), expected) <= 5e-6  # kernels choose by shape
-    assert distance(vae.decode(latent), expected) > 1e-3
 
 
 @pytest.mark.parametrize("tiled", [False, True])
 def test_a_rank_alone_decodes_in_tiles_where_a_run_asks_for_them(tiny, tiled: bool) -> None:
     pipeline = build_cpu_pipeline("t2v-1.3B", tiny("t2v-1.3B"), vae_tiling=tiled)
-    latents, collector = torch.randn(16, 1, 2, 40), FrameCollector(torch.device("cpu"))
+    latents, collector = torch.randn(16, 1, 1, 34), FrameCollector(torch.device("cpu"))
     pipeline.vae_runner.decode_alone(latents, collector)
     vae = pipeline.vae.get()
-    expected = vae.decode_in_tiles(latents) if tiled else vae.decode(latents)
-    assert torch.equal(collector.video, expected)
+    ways = vae.decode(latents), vae.decode_in_tiles(latents)
+    assert [torch.equal(collector.video, video) for video in ways] == [not tiled, tiled]
 
 
 @VERSION
 def test_bfloat16_is_near(pair, version: str) -> None:
     _, vae = pair(version)
-    z = torch.randn(1, vae.version.z_dim, 2, 4, 6, generator=torch.Generator().manual_seed(0))
+    z = torch.randn(1, vae.version.z_dim, 2, 2, 3, generator=torch.Generator().manual_seed(0))
     exact = decode_clamped(vae, z)
     near = decode_clamped(vae.bfloat16().to_channels_last(), z)
     assert near.dtype == torch.bfloat16

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.conftest import slow
-from tests.lora_files import CONVOLUTION, LINEARS, Q, save_lycoris
+from tests.lora_files import CONVOLUTION, LINEARS, Q, make_pair, save_lycoris
 from tests.pipelines import build_quick_pipeline, generate_quick_latents, resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_marks import quantise_state
 from wan.app import flag_parser, resolve
 from wan.app.run import Run
+from wan.checkpoint import merge_lora
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
 from wan.checkpoint.load import open_sources
+from wan.checkpoint.lora import Lora
 from wan.checkpoint.lora_folder import (
     VideoLora,
     compute_lora_digest,
@@ -46,7 +49,6 @@ SINGLE_STEP = ["--sample_steps", "1", "--precision", "fp32", "--sample_guide_sca
 OTHER_LAYERS = ("patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0")
 OTHER_LAYERS += ("time_embedding.2", "time_projection.1", "head.head", "blocks.0.cross_attn.k")
 OTHER_LAYERS += ("blocks.1.cross_attn.v", "blocks.0.self_attn.k", "blocks.1.self_attn.v")
-SEPARABLE = ("LoRA", "LoHa", "LoKr")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -55,14 +57,13 @@ def save_pairs(
     path: Path, weights: Mapping[str, Tensor], layers: Any, seed: int = 0, rank: int = 2
 ) -> Path:
     """Saves a LoRA with differences of the biases."""
-    generator, tensors = torch.Generator().manual_seed(seed), {}
+    generator, tensors = torch.Generator().manual_seed(seed), dict[str, Tensor]()
     for layer in layers:
         weight = weights[f"{layer}.weight"]
-        down = torch.randn(rank, weight[0].numel(), generator=generator) / 20
-        tensors[f"{layer}.lora_down.weight"] = down.view(rank, *weight.shape[1:])
-        up = torch.randn(len(weight), rank, generator=generator) / 20
-        tensors[f"{layer}.lora_up.weight"] = up.view(len(weight), rank, *[1] * (weight.dim() - 2))
-        tensors[f"{layer}.diff_b"] = torch.randn(len(weight), generator=generator) / 20
+        down, up = make_pair(weight.shape, rank, int(torch.randint(9**9, (), generator=generator)))
+        pair = {"lora_down.weight": down / 20, "lora_up.weight": up}
+        pair["diff_b"] = torch.randn(len(weight), generator=generator) / 20
+        tensors |= {f"{layer}.{name}": x for name, x in pair.items()}
     save_file(tensors, path)
     return path
 
@@ -84,12 +85,13 @@ def test_each_kind_is_as_if_merged(
     weights: dict[str, Tensor], tiny: Any, tmp_path: Path, one_thread: None
 ) -> None:
     """In a float32 network to 1e-6 of the predicted velocity; `--lora` merges in float64."""
-    for kind in SEPARABLE:
+    kinds = ("LoRA", "LoHa", "LoKr")
+    for kind in kinds:
         save_lycoris(kind, weights, tmp_path / f"{kind}.safetensors", LINEARS)
     flags = ["--lora_folder", str(tmp_path), "--offload_model", "false"]
     run, pipeline = build_quick_pipeline(tiny("t2v-1.3B"), *TASK, *SINGLE_STEP, *flags)
     plain, errors = pipeline.generate_latents(run.params), {}
-    for kind in SEPARABLE:
+    for kind in kinds:
         separate = generate(pipeline, resolve_with_loras(run, f"{kind}=0.3", base=SINGLE_STEP))
         lora = f"{tmp_path / kind}.safetensors=0.3"
         merged = generate_quick_latents(tiny("t2v-1.3B"), *TASK, *SINGLE_STEP, "--lora", lora)
@@ -171,39 +173,38 @@ def test_layers_of_other_weights(kind: str) -> None:
 def several(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> tuple[Run, Pipeline]:
     """A pipeline whose experts stay loaded, and a run with LoRAs a and b to choose from."""
     for seed, name in enumerate("ab"):
-        layers = [n.removesuffix(".weight") for n, x in weights.items() if x.dim() == 2]
-        layers = [layer for layer in layers if layer.startswith("blocks.")]
-        save_pairs(tmp_path / f"{name}.safetensors", weights, layers, seed)
+        save_pairs(tmp_path / f"{name}.safetensors", weights, list_linears(weights), seed)
     flags = ["--lora_folder", str(tmp_path), "--offload_model", "false"]
     return build_quick_pipeline(tiny("t2v-1.3B"), *TASK, *ARGUMENTS, *flags)
 
 
+def list_linears(weights: Mapping[str, Tensor]) -> list[str]:
+    """Returns the linear layers of the blocks."""
+    names = [name for name, x in weights.items() if x.dim() == 2 and name.startswith("blocks.")]
+    return [name.removesuffix(".weight") for name in names]
+
+
 def test_videos_in_any_order_have_the_bits_of_first_ones(
-    several: tuple[Run, Pipeline], tiny: Any, one_thread: None
+    several: tuple[Run, Pipeline], one_thread: None
 ) -> None:
-    """A, B, none, A, both: also with cached keys and values of the same prompt embeddings."""
+    """None, A, B, A, both, none: also with cached keys and values of the same embeddings."""
     run, pipeline = several
     network = pipeline.experts.get("dit")
     text = torch.randn(4, pipeline.text_size[1], generator=torch.Generator().manual_seed(0))
     actual: dict[str, list[Tensor]] = {}
-    sequence = (("a",), ("b",), (), ("a",), ("a", "b=0.5"), ("a=0",), ())
-    for loras in sequence:
+    for loras in ((), ("a",), ("b",), ("a",), ("a", "b=0.5"), ("a=0",), ()):
         chosen = resolve_with_loras(run, *loras)
-        inputs = type(chosen.inputs)(
-            loras=chosen.inputs.loras, prompt_embeds=text, negative_prompt_embeds=text[:2]
-        )
+        embeds = {"prompt_embeds": text, "negative_prompt_embeds": text[:2]}
+        inputs = type(chosen.inputs)(loras=chosen.inputs.loras, **embeds)
         latents = pipeline.generate_latents(chosen.params, inputs)
         actual.setdefault(" ".join(loras), []).append(latents)
         assert pipeline.experts.get("dit") is network
-    for first, second in (actual["a"], actual[""], (actual["a=0"][0], actual[""][0])):
+    for first, second in (actual["a"], actual[""], (*actual.pop("a=0"), actual[""][0])):
         assert torch.equal(first, second)
     in_order = [x.name for x in resolve_with_loras(run, "b", "a=0.5").inputs.loras["dit"]]
     assert in_order == ["b", "a"]
-    firsts = [latents[0] for name, latents in actual.items() if name != "a=0"]
-    assert all((x - y).abs().max() > 1e-3 for x in firsts for y in firsts if x is not y)
-    fresh = build_quick_pipeline(tiny("t2v-1.3B"), *TASK, *ARGUMENTS)[1]
-    inputs = type(run.inputs)(prompt_embeds=text, negative_prompt_embeds=text[:2])
-    assert torch.equal(fresh.generate_latents(run.params, inputs), actual[""][0])
+    firsts = [latents[0] for latents in actual.values()]
+    assert all((x - y).abs().max() > 1e-3 for x, y in combinations(firsts, 2))
 
 
 def test_a_failed_video_leaves_no_lora(several: tuple[Run, Pipeline], one_thread: None) -> None:
@@ -218,33 +219,41 @@ def test_a_failed_video_leaves_no_lora(several: tuple[Run, Pipeline], one_thread
     inputs = type(run.inputs)(loras=chosen.inputs.loras, callback_on_step_end=fail)
     with pytest.raises(RuntimeError, match="stop"):
         pipeline.generate_latents(chosen.params, inputs)
-    (entry,) = chosen.inputs.loras["dit"]
+    other = resolve_with_loras(run, "b")
+    (entry,) = other.inputs.loras["dit"]
     entry.lora.deltas["blocks.9.ffn.0.weight"] = entry.lora.deltas.pop("blocks.1.ffn.0.weight")
-    pipeline.video_loras.max_bytes = 0
-    pipeline.video_loras._cache.clear()
     with pytest.raises(AttributeError):
-        generate(pipeline, chosen)
+        generate(pipeline, other)
     network = pipeline.experts.get("dit")
     assert not any(vars(x).get("lora_branches") or x._forward_hooks for x in network.modules())
     assert torch.equal(pipeline.generate_latents(run.params), plain)
 
 
 def test_the_cache_keeps_the_last_ones_within_its_bytes(
-    several: tuple[Run, Pipeline], one_thread: None
+    several: tuple[Run, Pipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, pipeline = several
-    loader = pipeline.video_loras
-    for name in "ab":
-        loader.read_all(resolve_with_loras(run, name).inputs.loras)
+    loader, names = pipeline.video_loras, list[str]()
+
+    def read(lora: Lora, *arguments: Any) -> Any:
+        names.append(lora.path.stem)
+        return merge_lora.read_lora_factors(lora, *arguments)
+
+    monkeypatch.setattr("wan.pipeline.video_loras.read_lora_factors", read)
+
+    def list_files_read(*loras: str) -> list[str]:
+        names.clear()
+        for lora in loras:
+            loader.read_all(resolve_with_loras(run, lora).inputs.loras)
+        return [*names]
+
+    assert list_files_read("a", "b") == ["a", "b"]
     both = loader.cached_bytes
     loader.max_bytes = both * 2 // 3
-    loader.read_all(resolve_with_loras(run, "a=0.5").inputs.loras)  # one entry for all scales
-    assert loader.cached_bytes == both // 2
-    (entry,) = resolve_with_loras(run, "a").inputs.loras["dit"]
-    assert [*loader._cache] == [(entry.sha256, "dit")]
+    assert list_files_read("a=0.5") == [] and loader.cached_bytes == both // 2
+    assert list_files_read("a", "b") == ["b"] and loader.cached_bytes == both // 2
     loader.max_bytes = 0
-    loader.read_all(resolve_with_loras(run, "b").inputs.loras)
-    assert loader.cached_bytes == 0
+    assert list_files_read("b", "b") == ["b"] and loader.cached_bytes == 0
 
 
 def test_the_experts_of_a_file_are_those_of_its_name(
@@ -289,18 +298,14 @@ def test_the_record_has_each_file_and_scale_once() -> None:
     ]
 
 
-def compute_denoising_bytes(run: Run) -> tuple[int, int]:
-    """Returns the estimate before torch and the plan of a run."""
-    setup, params = run.setup, run.params
-    sizes = memory_estimate.estimate_network_sizes(setup, params)
-    estimated = memory_estimate.compute_stage_memory(setup, params, sizes)["denoising"].total()
-    return estimated, Planner(setup, params).compute_stage_memory()["denoising"].total()
-
-
 @pytest.mark.parametrize(
     ("rank", "task", "flags"),
     [
-        (1000, "t2v-1.3B", ("--frame_num", "37")),  # the products need more than the layers
+        (
+            500,
+            "t2v-1.3B",
+            ("--size", "192*192", "--frame_num", "1"),
+        ),  # the products need more than the layers
         slow(80, "t2v-A14B", ("--offload_model", "true", "--sample_steps", "4")),
         slow(80, "t2v-1.3B", ("--precision", "bf16", "--frame_num", "29")),
         slow(0, "t2v-1.3B", ("--offload_model", "block")),
@@ -317,15 +322,17 @@ def test_a_run_takes_no_more_than_planned(
         save_pairs(tmp_path / "x.safetensors", network, LINEARS, rank=rank)
     else:
         save_lycoris("LoKr", network, tmp_path / "x.safetensors", LINEARS)
-    arguments = ["--task", task, *SINGLE_STEP, "--sample_steps", "2", *flags]
+    arguments = ["--task", task, *SINGLE_STEP, *flags]
     for loras in ((), ("--lora_folder", str(tmp_path), "--video_lora", "x")):
         live = StorageTracker("cpu")
         with live:
             run, pipeline = build_quick_pipeline(folder, *arguments, *loras)
             generate(pipeline, run)
         peaks.append(live.peak_bytes.total())
-        for sizes, size in zip((estimated, planned), compute_denoising_bytes(run), strict=True):
-            sizes.append(size)
+        sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
+        stages = memory_estimate.compute_stage_memory(run.setup, run.params, sizes)
+        estimated.append(stages["denoising"].total())
+        planned.append(Planner(run.setup, run.params).compute_stage_memory()["denoising"].total())
         del pipeline
     assert peaks[0] <= planned[0] and peaks[1] <= planned[1]
     assert estimated[0] <= planned[0] and estimated[0] < estimated[1] <= planned[1]
@@ -340,7 +347,7 @@ def test_a_plan_without_a_chosen_lora_counts_the_largest(
     shutil.copy(tmp_path / "2.safetensors", tmp_path / "4.sft")
     assert [*find_lora_files(tmp_path)] == ["2", "3", "4"]
     flags = ["--ckpt_dir", tiny("t2v-1.3B"), *TASK, "--lora_folder", tmp_path]
-    run = resolve_plan(*flags)
+    run = resolve_plan(*flags, "--size", "64*64", "--frame_num", "1")
     stages = Planner(run.setup, run.params).compute_stage_memory()
     size = (tmp_path / "3.safetensors").stat().st_size
     assert stages["denoising"]["LoRAs"] == size
@@ -349,25 +356,22 @@ def test_a_plan_without_a_chosen_lora_counts_the_largest(
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", ["true", "block"])
 def test_experts_with_a_lora_of_the_start(
-    offload: str, tiny: Any, tmp_path: Path, one_thread: None
+    offload: str, pair_of_experts: Checkpoint, tiny: Any, tmp_path: Path, one_thread: None
 ) -> None:
     """The sum of both, in each of two experts; a LoRA named for one is for that one."""
-    folder = tiny("t2v-A14B")
-    files = [*(folder / "high_noise_model").glob("*.safetensors")]
-    tensors = {name: x for file in files for name, x in load_file(file).items()}
-    layers = [n.removesuffix(".weight") for n, x in tensors.items() if x.dim() == 2]
-    layers = [layer for layer in layers if layer.startswith("blocks.")]
+    folder, paths = tiny("t2v-A14B"), {}
+    values = open_sources(pair_of_experts.experts["high_noise"].tensors)
+    tensors = {name: x.read(slice(None)) for name, x in values.items()}
     for seed, name in enumerate(("start", "x_high_noise", "y", "z")):
-        save_pairs(tmp_path / f"{name}.safetensors", tensors, layers, seed)
-    paths = {name: f"{tmp_path}/{name}.safetensors" for name in ("start", "x_high_noise", "y", "z")}
-    arguments = [*ARGUMENTS, "--offload_model", offload, "--lora", paths["start"]]
+        path = tmp_path / f"{name}.safetensors"
+        paths[name] = str(save_pairs(path, tensors, list_linears(tensors), seed))
+    arguments = ["--task", "t2v-A14B", *ARGUMENTS, "--offload_model", offload]
+    arguments += ["--lora", paths["start"]]
     flags = ["--lora", paths["x_high_noise"], "--lora", f"{paths['y']}=-0.5"]
-    merged = generate_quick_latents(
-        folder, "--task", "t2v-A14B", *arguments, *flags, "--lora_low_noise", paths["z"]
-    )
+    merged = generate_quick_latents(folder, *arguments, *flags, "--lora_low_noise", paths["z"])
     flags = ["--lora_folder", str(tmp_path), "--video_lora", "x_high_noise"]
     flags += ["--video_lora", "y=-0.5", "--video_lora", '{"name": "z", "expert": "low_noise"}']
-    run, pipeline = build_quick_pipeline(folder, "--task", "t2v-A14B", *arguments, *flags)
+    run, pipeline = build_quick_pipeline(folder, *arguments, *flags)
     assert [x.name for x in run.inputs.loras["high_noise"]] == ["x_high_noise", "y"]
     assert [x.name for x in run.inputs.loras["low_noise"]] == ["y", "z"]
     assert (generate(pipeline, run) - merged).abs().max() <= 2e-6 * merged.abs().max()

@@ -33,16 +33,27 @@ def count_bytes(modules: Any) -> int:
     return sum(x.nbytes for module in modules for x in get_named_tensors(module).values())
 
 
-@pytest.mark.parametrize("convert", [False, True])
-@pytest.mark.parametrize("task", ["t2v-A14B", "i2v-14B", "s2v-14B", "animate-14B", "vace-1.3B"])
-def test_weights_of_a_dit(task: str, convert: bool, tiny: Any) -> None:
-    """The loader's rule of dtypes, and the modules that are streamed together with a block."""
-    run = plan_run(task, tiny(task), *(("--convert_model_dtype",) if convert else ()))
+def build_meta_dit(run: Run, convert: bool = False) -> Any:
+    """The network of a run with the dtypes of the loader's rule, without values."""
     with torch.device("meta"):
         network = build_dit(run.setup.checkpoint.config)
     get_dtype = make_dit_dtype_rule(torch.bfloat16, convert)
     for name, parameter in network.named_parameters():
         parameter.data = parameter.data.to(get_dtype(name, torch.bfloat16))
+    return network
+
+
+@pytest.mark.parametrize(
+    ("task", "convert"),
+    [
+        *(("t2v-A14B", False), ("i2v-14B", True), ("s2v-14B", False), ("s2v-14B", True)),
+        *(("animate-14B", True), ("vace-1.3B", False)),
+    ],
+)
+def test_weights_of_a_dit(task: str, convert: bool, tiny: Any) -> None:
+    """The loader's rule of dtypes, and the modules that are streamed together with a block."""
+    run = plan_run(task, tiny(task), *(("--convert_model_dtype",) if convert else ()))
+    network = build_meta_dit(run, convert)
     layers = range(len(network.blocks))
     adapters: list[list[nn.Module]] = [[*network.adapter_modules(layer)] for layer in layers]
     block, adapter_bytes = count_bytes(network.blocks[:1]), [*map(count_bytes, adapters)]
@@ -61,35 +72,30 @@ def test_fp8_weights_with_scales_of_blocks(tiny: Any, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "t2v-1.3B"))
     file = folder / "diffusion_pytorch_model.safetensors"
     save_file(quantise_state(load_file(file), "row blocks")[0], file)
-    setup = plan_run("t2v-1.3B", folder, "--fp8_weights", "keep").setup
-    with torch.device("meta"):
-        network = build_dit(setup.checkpoint.config)
-    get_dtype = make_dit_dtype_rule(torch.bfloat16, False)
-    for name, parameter in network.named_parameters():
-        parameter.data = parameter.data.to(get_dtype(name, torch.bfloat16))
-    install_weight_only_linears(setup, "dit", "cuda", network, torch.bfloat16)
-    assert weight_sizes.sum_dit_weights(setup, "cuda", 1).allocated == count_bytes([network])
+    run = plan_run("t2v-1.3B", folder, "--fp8_weights", "keep")
+    network = build_meta_dit(run)
+    install_weight_only_linears(run.setup, "dit", "cuda", network, torch.bfloat16)
+    assert weight_sizes.sum_dit_weights(run.setup, "cuda", 1).allocated == count_bytes([network])
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_loras_of_a_video_that_are_in_memory_at_once(
-    device: str, tiny: Any, tmp_path: Path
-) -> None:
+def test_loras_of_a_video_that_are_in_memory_at_once(tiny: Any, tmp_path: Path) -> None:
     """Those of one expert; a CPU's memory also has the cache, up to those of the other expert."""
-    folder = tiny("t2v-A14B", "diffusers")
     for name, rank in {"x": 3, "x_high_noise": 5}.items():
         pair = {"down": torch.zeros(rank, 240), "up": torch.zeros(240, rank)}
         tensors = {f"blocks.0.self_attn.q.lora_{n}.weight": x for n, x in pair.items()}
         save_file(tensors, tmp_path / f"{name}.sft")
-    names = ("--video_lora", "x", "--video_lora", "x_high_noise")
+    flags = ("--precision", "fp32", "--lora_folder", tmp_path)
+    flags += ("--video_lora", "x", "--video_lora", "x_high_noise")
     low, high = (2 * 240 * rank * 4 for rank in (3, 3 + 5))
-    for cache, cached_bytes in ((0, 0), (1e-6, 1000), (1, 10**9)):
-        setup = resolve_plan(
-            *("--task", "t2v-A14B", "--ckpt_dir", folder, "--size", "64*64", "--device", device),
-            *("--precision", "fp32", "--lora_folder", tmp_path, "--lora_cache", cache, *names),
-        ).setup
-        expected = high + (min(low, cached_bytes) if device == "cpu" else 0)
-        assert weight_sizes.sum_video_loras(setup, device) == expected
+    for device, cache, cached_bytes in (
+        ("cpu", 0, 0),
+        ("cpu", 1e-6, 1000),
+        ("cpu", 1, low),
+        ("cuda", 1, 0),
+    ):
+        more = ("--device", device, "--lora_cache", cache)
+        setup = plan_run("t2v-A14B", tiny("t2v-A14B", "diffusers"), *flags, *more).setup
+        assert weight_sizes.sum_video_loras(setup, device) == high + cached_bytes
 
 
 def test_rows_of_whole_groups_stay_as_they_are_stored(tiny: Any) -> None:
@@ -157,3 +163,17 @@ def test_a_stored_dtype_changes_no_estimate(tiny: Any, tmp_path: Path) -> None:
         sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
         estimates.append(memory_estimate.compute_stage_memory(run.setup, run.params, sizes))
     assert estimates[0] == estimates[1]
+
+
+def test_weights_of_a_text_encoder(tiny: Any) -> None:
+    """A published file may name the embedding twice: it is one parameter, and no block's."""
+    setup = plan_run("t2v-1.3B", tiny("t2v-1.3B")).setup
+    shapes = {"shared.weight": (1000, 64), "encoder.embed_tokens.weight": (1000, 64)}
+    shapes |= {f"encoder.block.{n}.layer.0.SelfAttention.q.weight": (64, 64) for n in range(3)}
+    tensors = {
+        name: TensorInfo(Path("x.pth"), name, "BF16", shape, 0) for name, shape in shapes.items()
+    }
+    weights = weight_sizes.sum_text_encoder_weights(setup, "cuda", tensors, 1)
+    blocks = 3 * 64 * 64 * 2
+    assert (weights.allocated, weights.mapped) == (1000 * 64 * 2 + blocks, 0)
+    assert (weights.all_blocks, weights.block) == (blocks, blocks // 3)
