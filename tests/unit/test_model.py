@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from tests.numerics.recorded import STEP, SampleRecorder
 from tests.refusals import check_refusals, get_refusal
 from tools.measuring import measure_peak_bytes
-from wan.kernels.forward_context import StepInfo
 from wan.kernels.interfaces import SmallOps
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.fused_ops import BlockOps, compute_layer_norm, compute_rms_norm, modulated_norm
@@ -29,7 +27,6 @@ from wan.modules.rope import (
     apply_rope,
     compute_rope_angles,
     make_rope_table,
-    split_head_dim,
 )
 from wan.modules.text_kv_cache import InputCache
 from wan.settings.numerics import keeps_fp32
@@ -46,13 +43,6 @@ def model(**changes: object) -> WanModel:
 def inputs(seed: int = 0, grid: tuple[int, int, int] = (3, 4, 6)) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(16, *grid, generator=generator), torch.randn(5, 16, generator=generator)
-
-
-def test_official_tensor_names() -> None:
-    names = set(model().state_dict())
-    assert len(names) == 27 * 2 + 15
-    assert {"blocks.1.self_attn.norm_q.weight", "blocks.0.norm3.bias", "head.modulation"} <= names
-    assert {"blocks.0.modulation", "time_projection.1.weight", "text_embedding.2.bias"} <= names
 
 
 def test_fp32_parameters() -> None:
@@ -83,15 +73,9 @@ def test_samples_of_different_sizes() -> None:
 def test_uniform_per_token_timesteps_equal_the_scalar() -> None:
     net, (x, context) = model(), inputs()
     scalar = net([x], torch.tensor([700]), [context], 18)[0]
-    tokens = net([x], torch.full((1, 20), 700), [context], 20)[0]
-    assert torch.equal(scalar, tokens)
-
-
-def test_timestep_runs() -> None:
+    assert torch.equal(scalar, net([x], torch.full((1, 20), 700), [context], 20)[0])
     values, lengths = find_timestep_segments(torch.tensor([[0, 0, 7, 7, 7, 9, 9]]), 5)
     assert values.tolist() == [[0, 7]] and lengths == (2, 3)
-    values, lengths = find_timestep_segments(torch.tensor([3, 4]), 5)
-    assert values.tolist() == [[3], [4]] and lengths == (5,)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -134,20 +118,26 @@ def test_slices_of_tokens_cover_every_token(overwrite: bool) -> None:
 
 @torch.no_grad()
 def test_text_cache_is_exact_and_computes_once() -> None:
-    cached, plain = model(components=CACHED), model()
-    calls = []
+    """Until a context is changed in place or the network is moved: its weights may be others."""
+    cached, plain, calls = model(components=CACHED), model(), []
     for block in cached.blocks:
         block.cross_attn.k.register_forward_hook(lambda *_: calls.append(1))
     (x, cond), (_, uncond) = inputs(0), inputs(1)
-    for t in (900, 500, 100):
-        for context in (cond, uncond):
-            a, b = (net([x], torch.tensor([t]), [context], 18)[0] for net in (cached, plain))
-            assert torch.equal(a, b)
+
+    def check(t: int, context: Tensor) -> None:
+        a, b = (net([x], torch.tensor([t]), [context], 18)[0] for net in (cached, plain))
+        assert torch.equal(a, b)
+
+    for t, context in product((900, 500, 100), (cond, uncond)):
+        check(t, context)
     assert len(calls) == 2 * 2
     assert torch.equal(x, inputs(0)[0]) and torch.equal(cond, inputs(0)[1]), "as they were"
     cond.add_(1)
-    a, b = (net([x], torch.tensor([7]), [cond], 18)[0] for net in (cached, plain))
-    assert torch.equal(a, b), "a context changed in place must not be found in the cache"
+    check(7, cond)
+    assert len(calls) == 3 * 2
+    cached.float()
+    check(7, cond)
+    assert len(calls) == 4 * 2
 
 
 def test_training_uses_nothing_that_is_kept() -> None:
@@ -159,39 +149,6 @@ def test_training_uses_nothing_that_is_kept() -> None:
         net.zero_grad()
         net([x], torch.tensor([7]), [context], 18)[0].square().mean().backward()
         assert [name for name, parameter in net.named_parameters() if parameter.grad is None] == []
-
-
-@torch.no_grad()
-def test_moving_the_model_forgets_text() -> None:
-    """Cached text is computed again after the weights have changed."""
-    net, (x, context) = model(components=CACHED), inputs()
-    calls = []
-    for block in net.blocks:
-        block.cross_attn.k.register_forward_hook(lambda *_: calls.append(1))
-    for change, layers in ((net.float, 2), (lambda: None, 2), (net.float, 4)):
-        change()
-        net([x], torch.tensor([7]), [context], 18)
-        assert len(calls) == layers
-
-
-@torch.no_grad()
-def test_each_block_passes_the_step_to_its_attention_layer() -> None:
-    calls = []
-
-    class Recorder(SingleDeviceAttention):
-        def __init__(self, layer: int) -> None:
-            super().__init__(SdpaKernel())
-            self.layer = layer
-
-        def __call__(self, q, k, v, /, *, valid_len=None, step=None):
-            calls.append((self.layer, valid_len, step))
-            return super().__call__(q, k, v, valid_len=valid_len, step=step)
-
-    recorded = ModelComponents(Recorder)
-    net, (x, context) = model(components=recorded), inputs()
-    step = StepInfo(1, 4, "cond", "dit", (3, 2, 3), 18)
-    net([x], torch.tensor([7]), [context], 18, step=step)
-    assert calls == [(0, 18, step), (1, 18, step)]
 
 
 def test_padded_keys_are_not_attended_to() -> None:
@@ -217,10 +174,6 @@ def test_rope_tables_are_built_once_per_grid() -> None:
         assert torch.equal(table, expected[6:]), "another device's rows"
 
 
-def test_axis_sizes() -> None:
-    assert split_head_dim(128) == (44, 42, 42) and split_head_dim(6) == (2, 2, 2)
-
-
 def test_networks_and_calls_that_do_not_fit() -> None:
     x, context = inputs()
     t, net = torch.tensor([5]), model()
@@ -242,26 +195,6 @@ def test_networks_and_calls_that_do_not_fit() -> None:
     check_refusals(
         "networks", {name: f"{message.rstrip('.')}." for name, message in messages.items()}
     )
-
-
-@pytest.mark.slow
-def test_blocks_compile_without_a_break() -> None:
-    """fullgraph; one graph for all layers and all steps with the text cache full."""
-    torch._dynamo.reset()
-    net, (x, context) = model(components=CACHED), inputs()
-    with torch.no_grad():
-        expected = [net([x], torch.tensor([t]), [context], 18)[0] for t in (900, 100)]
-    compiled = model(components=CACHED)
-    counter = CompileCounterWithBackend("aot_eager")
-    for block in compiled.blocks:
-        block.compile(backend=counter, fullgraph=True)
-    with torch.no_grad():
-        for t, expected_output in zip((900, 100), expected, strict=True):
-            output = compiled([x], torch.tensor([t]), [context], 18)[0]
-            torch.testing.assert_close(output, expected_output, atol=1e-5, rtol=0)
-        graphs = counter.frame_count
-        compiled([x], torch.tensor([50]), [context], 18)
-    assert counter.frame_count == graphs == 2  # text K/V computed, and taken from the cache
 
 
 # Text cache
@@ -357,15 +290,8 @@ def test_every_norm_and_rotation_uses_the_operations_passed_in() -> None:
         return call
 
     assert {field.name for field in fields(SmallOps)} == PLAIN.keys()
-    output, plain = (
-        compute_velocity(**{name: count_calls(name) for name in PLAIN}),
-        compute_velocity(),
-    )
+    assert torch.equal(compute_velocity(**{n: count_calls(n) for n in PLAIN}), compute_velocity())
     assert calls == {"rms_norm": 2 * 4, "layer_norm": 2, "modulated_norm": 2 * 2 + 1, "rope": 2 * 2}
-    assert torch.equal(output, plain)
-    for name, op in PLAIN.items():
-        changed = compute_velocity(**{name: lambda *args, op=op, **kw: op(*args, **kw) * 1.5 + 1})
-        assert not torch.allclose(changed, plain, atol=1e-4), name
 
 
 @pytest.mark.parametrize(("gated", "dtype"), [*product((True, False), DTYPES)])
@@ -375,13 +301,10 @@ def test_the_residual_stream_takes_any_dtype(dtype: torch.dtype, gated: bool, mo
     expected = torch.addcmul(x, y.float(), row) if gated else x + y
     monkeypatch.setattr("wan.modules.fused_ops.get_slice_numel", lambda _: 48 * 10)
     ops, result = BlockOps(), 0 if gated else 64 * 48 * 2
-    with torch.no_grad():
-        add: Any = partial(ops.gated_add, x, y, row, [64])
-        if not gated:
-            add = partial(ops.add_modulated_norm, x, y, row, row, [64], 1e-6, torch.bfloat16)
-        peak_bytes = measure_peak_bytes(
-            add, torch.device("cpu")
-        )  # also what PyTorch itself converts
-    assert (
-        torch.equal(x, expected) and peak_bytes <= result + 3 * 48 * 10 * 4
-    )  # this slice and the next
+    add: Any = partial(ops.gated_add, x, y, row, [64])
+    if not gated:
+        add = partial(ops.add_modulated_norm, x, y, row, row, [64], 1e-6, torch.bfloat16)
+    with torch.no_grad():  # also what PyTorch itself converts
+        peak_bytes = measure_peak_bytes(add, torch.device("cpu"))
+    assert torch.equal(x, expected)
+    assert peak_bytes <= result + 3 * 48 * 10 * 4  # this slice and the next

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from wan.device import Device
-from wan.metering.meter import Meter
 from wan.metering.nvml import ClockLock, Nvml
 from wan.metering.power_source import MeterError
 from wan.settings.devices import get_capabilities
@@ -103,26 +102,17 @@ def driver(pynvml: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driv
     assert library.open == 0
 
 
-def nvml() -> Any:
-    return Nvml(UUID)
-
-
 def test_nvml(driver: Driver) -> None:
-    source = nvml()
+    source = Nvml(UUID)
     assert (source.device, source.limit_w, source.rated_mhz) == (f"GPU-{UUID}", 700, 1980)
     assert source.power_is == "instantaneous" and source.smoothing is None
     sample = source.read_sample()
     assert (sample.watts, sample.joules, sample.mhz) == (487.25, 10_000, 1755)
     assert sample.reasons == {"SW power cap"}, "idle is no reason"
+    driver.errors["nvmlDeviceGetClockInfo"] = GPU_IS_LOST
+    with pytest.raises(MeterError, match="GPU is lost"):
+        source.read_sample()
     source.close()
-
-
-def test_nvml_metered(driver: Driver) -> None:
-    with Meter(nvml(), period=1e-3) as meter:
-        driver.millijoules += 250_000
-    result = meter.stop()
-    assert result.source == "NVML" and result.samples >= 1 and not result.failed
-    assert result.peak_w == 487.25 and result.throttled == 1 and result.limit_w == 700
 
 
 def test_reasons_of_nvml(driver: Driver) -> None:
@@ -135,8 +125,8 @@ def test_reasons_of_nvml(driver: Driver) -> None:
         9: "board limit",
         10: "reliability",
     }
-    source = nvml()
-    for driver.bits in range(1 << 11):
+    source = Nvml(UUID)
+    for driver.bits in (0, 0x7FF, *(1 << bit for bit in range(11))):
         expected = {name for bit, name in names.items() if driver.bits >> bit & 1}
         assert source.read_sample().reasons == expected
     source.close()
@@ -145,10 +135,9 @@ def test_reasons_of_nvml(driver: Driver) -> None:
 def test_an_older_gpu(driver: Driver) -> None:
     """Neither power of this instant nor an energy counter, and a driver without reasons."""
     driver.fields.clear()
-    driver.errors["nvmlDeviceGetTotalEnergyConsumption"] = NOT_SUPPORTED
-    driver.errors["nvmlDeviceGetCurrentClocksEventReasons"] = NOT_SUPPORTED
-    driver.errors["nvmlDeviceGetEnforcedPowerLimit"] = NOT_SUPPORTED
-    source = nvml()
+    for name in ("TotalEnergyConsumption", "CurrentClocksEventReasons", "EnforcedPowerLimit"):
+        driver.errors[f"nvmlDeviceGet{name}"] = NOT_SUPPORTED
+    source = Nvml(UUID)
     sample = source.read_sample()
     assert (sample.watts, sample.joules, sample.reasons) == (312.5, None, None)
     assert source.power_is == "means of up to a second" and source.limit_w is None
@@ -159,51 +148,30 @@ def test_power_smoothing(driver: Driver, pynvml: ModuleType) -> None:
     if not hasattr(pynvml, "NVML_FI_PWR_SMOOTHING_ENABLED"):
         pytest.skip("older than 12.570")
     values = {  # of the GPU, then of profile 2; versions of the library number them differently
-        ("ENABLED", 0): 1,
-        ("ACTIVE_PRESET_PROFILE", 0): 2,
-        ("PROFILE_PERCENT_TMP_FLOOR", 2): 50,
-        ("PROFILE_RAMP_DOWN_RATE", 2): 9000,
-        ("PROFILE_RAMP_DOWN_HYST_VAL", 2): 300,
+        ("ENABLED", 0): ("enabled", 1),
+        ("ACTIVE_PRESET_PROFILE", 0): ("profile", 2),
+        ("PROFILE_PERCENT_TMP_FLOOR", 2): ("floor_percent", 50),
+        ("PROFILE_RAMP_DOWN_RATE", 2): ("ramp_down_mw_per_s", 9000),
+        ("PROFILE_RAMP_DOWN_HYST_VAL", 2): ("ramp_down_hysteresis_ms", 300),
     }
-    for (name, scope), value in values.items():
+    for (name, scope), (_, value) in values.items():
         driver.fields[getattr(pynvml, f"NVML_FI_PWR_SMOOTHING_{name}"), scope] = value
-    source = nvml()
-    assert source.smoothing == {
-        "enabled": 1,
-        "profile": 2,
-        "floor_percent": 50,
-        "ramp_down_mw_per_s": 9000,
-        "ramp_down_hysteresis_ms": 300,
-    }
+    source = Nvml(UUID)
+    assert source.smoothing == dict(values.values())
     source.close()
 
 
 def test_a_gpu_without_a_meter(driver: Driver) -> None:
-    driver.handles = {f"MIG-{UUID}"}
-    with pytest.raises(MeterError, match="MIG instance"):
-        nvml()
-    driver.handles = set()
-    with pytest.raises(MeterError, match=f"NVML shows no GPU-{UUID}"):
-        nvml()
-    driver.handles = {f"GPU-{UUID}"}
-    driver.errors = dict.fromkeys(
-        (
-            "nvmlDeviceGetPowerUsage",
-            "nvmlDeviceGetFieldValues",
-            "nvmlDeviceGetTotalEnergyConsumption",
-        ),
-        NO_PERMISSION,
-    )
-    with pytest.raises(MeterError, match="neither its power nor its energy"):
-        nvml()
-
-
-def test_a_gpu_that_is_lost(driver: Driver) -> None:
-    source = nvml()
-    driver.errors["nvmlDeviceGetClockInfo"] = GPU_IS_LOST
-    with pytest.raises(MeterError, match="GPU is lost"):
-        source.read_sample()
-    source.close()
+    readings = ("PowerUsage", "FieldValues", "TotalEnergyConsumption")
+    for handles, errors, message in (
+        ({f"MIG-{UUID}"}, (), "MIG instance"),
+        (set(), (), f"NVML shows no GPU-{UUID}"),
+        ({f"GPU-{UUID}"}, [f"nvmlDeviceGet{x}" for x in readings], "neither its power nor its"),
+        (set(), ["nvmlInitWithFlags"], "does not start: Insufficient Permissions"),
+    ):
+        driver.handles, driver.errors = handles, dict.fromkeys(errors, NO_PERMISSION)
+        with pytest.raises(MeterError, match=message):
+            Nvml(UUID)
 
 
 @pytest.fixture
@@ -249,25 +217,16 @@ def test_clocks_that_cannot_be_locked(driver: Driver, gpu: Device) -> None:
     driver.open = 0
 
 
-def test_a_driver_that_does_not_start(driver: Driver) -> None:
-    driver.errors["nvmlInitWithFlags"] = NO_PERMISSION
-    with pytest.raises(MeterError, match="does not start: Insufficient Permissions"):
-        nvml()
-
-
-def test_no_driver(pynvml: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_driver_and_no_library(pynvml: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(pynvml, "CDLL", missing)
-    with pytest.raises(MeterError, match="NVML Shared Library Not Found"):
-        nvml()
-
-
-def test_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(MeterError, match=r"pip install -r requirements-power\.txt"):
-        nvml()
-    monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
-    with pytest.raises(MeterError, match=r"older than nvidia-ml-py 12\.535"):
-        nvml()
+    for module, message in (
+        (pynvml, "NVML Shared Library Not Found"),
+        (None, r"pip install -r requirements-power\.txt"),
+        (ModuleType("pynvml"), r"older than nvidia-ml-py 12\.535"),
+    ):
+        monkeypatch.setitem(sys.modules, "pynvml", module)
+        with pytest.raises(MeterError, match=message):
+            Nvml(UUID)

@@ -94,21 +94,16 @@ def test_power_and_clock_that_change() -> None:
 
 
 def test_an_energy_counter_is_believed() -> None:
-    """It takes precedence over the integral: readings of power may be means of a second."""
-    moments = times(50)
-    joules = 7e6 + 400 * (moments - moments[0])
-    result = aggregate([Sample(100.0, j, time=t) for j, t in zip(joules, moments, strict=True)])
-    assert result.joules == pytest.approx(400 * (moments[-1] - moments[0])) and result.peak_w == 100
-    assert result.mean_w == pytest.approx(400) and result.joules_by == "energy counter"
-
-
-def test_power_from_a_counter_alone() -> None:
+    """It takes precedence over readings of power, which may be means of a second."""
     moments = times(100)
     joules = 5 + np.cumsum(np.random.default_rng(1).uniform(0, 30, 100))
-    samples = [Sample(joules=j, time=t) for j, t in zip(joules, moments, strict=True)]
-    result = run_meter([*samples[:50], samples[49], *samples[50:]])  # one at the same time again
-    assert result.joules == pytest.approx(joules[-1] - joules[0]) and result.samples == 100
-    assert result.peak_w == pytest.approx((np.diff(joules) / np.diff(moments)).max())
+    measured = joules[-1] - joules[0]
+    for watts, peak in ((100.0, 100), (None, (np.diff(joules) / np.diff(moments)).max())):
+        samples = [Sample(watts, j, time=t) for j, t in zip(joules, moments, strict=True)]
+        result = run_meter([*samples[:50], samples[49], *samples[50:]])  # one at the same time
+        assert result.joules == pytest.approx(measured) and result.joules_by == "energy counter"
+        assert result.mean_w == pytest.approx(measured / (moments[-1] - moments[0]))
+        assert result.peak_w == pytest.approx(peak)
 
 
 def test_shares_of_reasons() -> None:
@@ -119,11 +114,8 @@ def test_shares_of_reasons() -> None:
         [Sample(1.0, reasons=r, time=t) for r, t in zip(reasons, moments, strict=True)]
     )
     span = moments[-1] - moments[0]
-    for name, row in zip(names, active, strict=True):
-        assert result.reasons[name] == pytest.approx(integrate(row.astype(float), moments) / span)
-    assert result.throttled == pytest.approx(
-        integrate(active.any(axis=0).astype(float), moments) / span
-    )
+    shares = [integrate(row.astype(float), moments) / span for row in (*active, active.any(axis=0))]
+    assert [*(result.reasons[name] for name in names), result.throttled] == pytest.approx(shares)
     assert "throttled" in result.summary() and "SW power cap" in result.summary()
 
 
@@ -132,17 +124,10 @@ def test_readings_that_fail() -> None:
     result = run_meter([None, *samples[:5], None, None, *samples[7:]])
     assert result.joules == pytest.approx(200 * 9) and result.samples == 8 and result.failed >= 3
     unavailable = run_meter([None, None])
-    assert (
-        not unavailable.samples
-        and unavailable.summary() == "Power: not available (nothing is left)."
-    )
+    assert unavailable.summary() == "Power: not available (nothing is left)."
     assert unavailable.to_record() == {"source": "none", "why": "nothing is left"}
-
-
-def test_missing_readings_count_as_the_mean() -> None:
-    """Missing values count as the mean of the others."""
-    result = aggregate([Sample(100.0 if t % 2 else None, time=float(t)) for t in range(11)])
-    assert result.mean_w == pytest.approx(100) and result.joules == pytest.approx(1000)
+    partial = aggregate([Sample(100.0 if t % 2 else None, time=float(t)) for t in range(11)])
+    assert partial.joules == pytest.approx(1000), "missing readings count as the mean"
 
 
 def test_a_slow_reading_skips_the_readings_that_it_overran() -> None:
@@ -172,22 +157,19 @@ def test_one_reading() -> None:
     assert result.mean_mhz == 1500 and result.throttled == 0 and "J per" not in result.summary()
 
 
-def list_meter_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "power meter"]
-
-
-def test_without_a_meter() -> None:
-    with Meter(UnavailableSource("there is none here")) as meter:
-        assert not list_meter_threads()
-    assert meter.stop().summary() == "Power: not available (there is none here)."
-
-
 def test_a_failing_run_does_not_wait_for_the_meter() -> None:
+    """A device without a meter has no thread, either."""
+
+    def list_threads() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "power meter"]
+
     with pytest.raises(ZeroDivisionError), Meter(Recorded([Sample(1.0)]), period=1e-4):
         raise ZeroDivisionError
-    for thread in list_meter_threads():
+    for thread in list_threads():
         thread.join(60)
-    assert not list_meter_threads()
+    with Meter(UnavailableSource("there is none here")) as meter:
+        assert not list_threads()
+    assert meter.stop().summary() == "Power: not available (there is none here)."
 
 
 def test_a_series_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,8 +185,7 @@ def test_a_series_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_record_is_json() -> None:
-    moments = times(5)
-    result = run_meter([Sample(1 / 3, j, None, frozenset({"x"}), t) for j, t in enumerate(moments)])
+    result = run_meter([Sample(1 / 3, j, None, frozenset({"x"}), float(j)) for j in range(5)])
     record = json.loads(json.dumps(result.to_record(), allow_nan=False))
     assert record["reasons"] == {"x": 1.0} and record["throttled"] == 1.0
     assert record["joules"] == 4 and "series" not in record
@@ -234,29 +215,16 @@ def test_spans_of_time_are_as_one() -> None:
     assert (result.throttled, result.reasons, result.peak_w) == (0.25, {"cap": 0.25}, 300.0)
     assert result.series is not None and result.series["seconds"] == [0.0, 1.0, 1.0, 4.0]
     assert combine_spans([PowerMeasurement(why="none"), spans[0]]) == spans[0]
-    combined = combine_spans(
-        [
-            combine_devices([measurement, replace(measurement, device="other")])
-            for measurement in spans
-        ]
-    )
-    assert combined.joules == 2000.0 and [measurement.joules for measurement in combined.parts] == [
-        1000.0,
-        1000.0,
-    ]
+    devices = [combine_devices([span, replace(span, device="other")]) for span in spans]
+    combined = combine_spans(devices)
+    assert combined.joules == 2000 and [part.joules for part in combined.parts] == [1000, 1000]
 
 
 def test_devices_together() -> None:
-    result = combine_devices(
-        [
-            make_measurement(
-                "a", "m", 10, 100, mean_mhz=1000.0, min_mhz=900.0, throttled=0.5, reasons={"x": 0.5}
-            ),
-            make_measurement(
-                "b", "m", 30, 300, mean_mhz=2000.0, min_mhz=800.0, throttled=0.1, reasons={"y": 0.1}
-            ),
-        ]
-    )
+    first = {"mean_mhz": 1000.0, "min_mhz": 900.0, "throttled": 0.5, "reasons": {"x": 0.5}}
+    second = {"mean_mhz": 2000.0, "min_mhz": 800.0, "throttled": 0.1, "reasons": {"y": 0.1}}
+    devices = [make_measurement("a", "m", 10, 100, **first)]
+    result = combine_devices([*devices, make_measurement("b", "m", 30, 300, **second)])
     assert (result.mean_w, result.joules, result.peak_w) == (400, 10_000, 600)
     assert result.mean_mhz == pytest.approx(1750) and result.min_mhz == 800
     assert result.throttled == pytest.approx(0.2)
@@ -267,18 +235,13 @@ def test_devices_together() -> None:
 
 def test_a_device_counts_once() -> None:
     """One CPU that two ranks have metered, and a like-named one of another machine."""
-    cpu = [
-        make_measurement("CPU", machine, s, 50) for machine, s in (("m", 20), ("m", 10), ("n", 10))
-    ]
+    cpu = [make_measurement("CPU", *more, 50) for more in (("m", 20), ("m", 10), ("n", 10))]
     result = combine_devices(cpu)
     assert (result.mean_w, result.joules, len(result.parts)) == (100, 1500, 2)
     assert combine_devices(cpu[:2]).joules == 1000 and not combine_devices(cpu[:2]).parts
-
-
-def test_devices_without_a_meter() -> None:
     absent = PowerMeasurement(why="no driver")
-    result = combine_devices([absent, make_measurement("a", "m", 10, 100)])
-    assert result.joules == 1000 and "is not available (no driver)" in result.summary()
+    result = combine_devices([absent, cpu[1]])
+    assert result.joules == 500 and "is not available (no driver)" in result.summary()
     assert combine_devices([absent, absent]).summary() == "Power: not available (no driver)."
 
 
@@ -333,15 +296,12 @@ def test_rapl_sums_packages_and_goes_on_where_counters_begin_again(sysfs: Path) 
     assert source.read_sample().joules - third.joules == pytest.approx(65_532.610987 - 3)
 
 
-def test_rapl_without_clocks_and_limits(sysfs: Path) -> None:
+def test_rapl_without_clocks_limits_and_counters(tmp_path: Path, sysfs: Path) -> None:
     for path in [*sysfs.glob("devices/**/scaling_*"), *sysfs.glob("class/*/*/constraint_0*")]:
         path.unlink()
     write_line(sysfs / "class/powercap/intel-rapl:0/constraint_0_power_limit_uw", "broken")
     source = rapl.Rapl(sysfs)
     assert source.read_sample().mhz is None and source.limit_w is None
-
-
-def test_rapl_that_is_not_there(tmp_path: Path, sysfs: Path) -> None:
     with pytest.raises(MeterError, match=r"no RAPL in .*virtual machines"):
         rapl.Rapl(tmp_path / "nowhere")
     write_line(sysfs / "class/powercap/intel-rapl:1/energy_uj", "not a number")
