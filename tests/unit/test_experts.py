@@ -25,7 +25,7 @@ from wan.pipeline.batch import Batch, Job
 from wan.pipeline.denoise import DenoisingLoop, NeverCancelled, compute_model_kwargs
 from wan.pipeline.pipeline import Experts, LazyModule
 from wan.settings.errors import InputError
-from wan.settings.noise_schedule import count_noise_samples, make_noise_schedule
+from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
 from wan.settings.solvers import SOLVERS
 from wan.tasks.base import (
@@ -102,24 +102,8 @@ def test_a_paused_video_leaves_its_device() -> None:
         assert len(latents_before) >= {"unipc": 4, "dpm++": 3}.get(solver, 2), solver
         video.to(torch.device("meta"))
         latents_after = find_latents(video)
-        assert {x.device.type for x in latents_after} == {"meta"} and len(latents_after) == len(
-            latents_before
-        ), solver
-
-
-def test_noise_is_drawn_as_often_as_counted() -> None:
-    """Animate's later clips, of one generator, begin after these draws of the earlier ones."""
-    for solver, ode in (*((name, False) for name in SOLVERS), ("rcm", True)):
-        steps = {"sample_steps": 4, "boundary_step": 3} if solver == "rcm" else {}
-        params, inputs = make_six_steps(sample_solver=solver, ode=ode, **steps)
-        draws = [inputs.initial_latents]
-
-        def sample_noise(draws=draws) -> torch.Tensor:
-            draws.append(draws[0])
-            return draws[0]
-
-        DenoisingLoop(params, replace(inputs, sample_noise=sample_noise)).advance(Recorder())
-        assert count_noise_samples(params) == len(draws), solver
+        assert {x.device.type for x in latents_after} == {"meta"}, solver
+        assert len(latents_after) == len(latents_before), solver
 
 
 def test_a_video_goes_on_where_its_network_is() -> None:
@@ -144,11 +128,9 @@ def test_a_video_goes_on_where_its_network_is() -> None:
     with pytest.raises(InterruptedError):
         video.advance(SimpleNamespace(get=lambda _: forward))  # type: ignore[arg-type]
     for call in calls:
-        listed = [value if isinstance(value, list) else [value] for value in call.values()]
-        tensors = [
-            value for values in listed for value in values if isinstance(value, torch.Tensor)
-        ]
-        assert len(tensors) == 5 and {value.device for value in tensors} == {meta}
+        values = [x for value in call.values() for x in (value if type(value) is list else [value])]
+        devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+        assert devices == [meta] * 5
 
 
 def test_branches_share_what_a_network_computes_for_a_clip() -> None:
@@ -294,7 +276,7 @@ def test_prefetch_reads_files_ahead(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no posix_fadvise on this system")
 def test_a_mapped_tensor_is_read_ahead(tmp_path: Path) -> None:
     """Also a tensor that a LoRA changes, which is read from the file."""
-    path, rows = tmp_path / "x.safetensors", 12 << 10
+    path, rows = tmp_path / "x.safetensors", 4 << 10
     save_file({"x": torch.ones(rows, 1024), "y": torch.ones(rows, 1024)}, path)
     evict_file(path)
     sources = merge_loras(open_sources(read_headers(path, str)), ())
