@@ -276,7 +276,7 @@ def test_prefetch_reads_files_ahead(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no posix_fadvise on this system")
 def test_a_mapped_tensor_is_read_ahead(tmp_path: Path) -> None:
     """Also a tensor that a LoRA changes, which is read from the file."""
-    path, rows = tmp_path / "x.safetensors", 4 << 10
+    path, rows = tmp_path / "x.safetensors", 12 << 10
     save_file({"x": torch.ones(rows, 1024), "y": torch.ones(rows, 1024)}, path)
     evict_file(path)
     sources = merge_loras(open_sources(read_headers(path, str)), ())

@@ -414,7 +414,7 @@ def wide_folders(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 def test_a_lora_on_weight_only_layers(
     wide_folders: tuple[Path, Path], tmp_path: Path, one_thread: None
 ) -> None:
-    """Low-rank and full differences, and two files for one layer, against merging in float64."""
+    """Pairs, Kronecker products, differences, and two files, against merging in float64."""
     files, values = wide_folders
     plain = Path(shutil.copytree(values, tmp_path / values.name))
     path = plain / "diffusion_pytorch_model.safetensors"
@@ -432,6 +432,11 @@ def test_a_lora_on_weight_only_layers(
         if layer.endswith("self_attn.k"):
             lora_tensors[0][f"{layer}.diff"] = torch.randn(weight.shape, generator=generator) / 50
             total += 0.5 * lora_tensors[0][f"{layer}.diff"].double()
+        if layer.endswith(("cross_attn.o", "ffn.0")):
+            left = torch.randn(16, 8, generator=generator) / 7
+            right = torch.randn(len(weight) // 16, 32, generator=generator) / 7
+            lora_tensors[1] |= {f"{layer}.lokr_w1": left, f"{layer}.lokr_w2": right}
+            total += 0.25 * torch.kron(left, right).double()
         state[name] = total.float()
     save_file(state, path)
     loras = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
