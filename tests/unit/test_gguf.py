@@ -425,6 +425,12 @@ def test_a_lora_on_weight_only_layers(
         if weight.dim() != 2 or not name.startswith("blocks."):
             continue
         for number, rank in enumerate((4, 2)):
+            if number and layer.endswith(("cross_attn.o", "ffn.0")):
+                left = torch.randn(16, 8, generator=generator) / 7
+                right = torch.randn(len(weight) // 16, 32, generator=generator) / 7
+                lora_tensors[1] |= {f"{layer}.lokr_w1": left, f"{layer}.lokr_w2": right}
+                total += 0.25 * torch.kron(left, right).double()
+                continue
             up = torch.randn(len(weight), rank, generator=generator) / 20
             down = torch.randn(rank, weight.shape[1], generator=generator) / 20
             lora_tensors[number] |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
@@ -432,11 +438,6 @@ def test_a_lora_on_weight_only_layers(
         if layer.endswith("self_attn.k"):
             lora_tensors[0][f"{layer}.diff"] = torch.randn(weight.shape, generator=generator) / 50
             total += 0.5 * lora_tensors[0][f"{layer}.diff"].double()
-        if layer.endswith(("cross_attn.o", "ffn.0")):
-            left = torch.randn(16, 8, generator=generator) / 7
-            right = torch.randn(len(weight) // 16, 32, generator=generator) / 7
-            lora_tensors[1] |= {f"{layer}.lokr_w1": left, f"{layer}.lokr_w2": right}
-            total += 0.25 * torch.kron(left, right).double()
         state[name] = total.float()
     save_file(state, path)
     loras = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]

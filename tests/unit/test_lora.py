@@ -306,6 +306,10 @@ BAD: dict[str, dict[str, Tensor]] = {
     "half of LoHa": {f"{Q}.hada_w1_a": B, f"{Q}.hada_w1_b": A},
     "half of LoKr": {f"{Q}.lokr_w1": B},
     "LoKr twice": {f"{Q}.lokr_w1": B, f"{Q}.lokr_w2": B, f"{Q}.lokr_w2_a": B},
+    "LoKr and a pair": PAIR
+    | {f"{Q}.lokr_w1": torch.ones(2, 2), f"{Q}.lokr_w2": torch.ones(48, 48)},
+    "LoHa and a pair": PAIR
+    | {f"{Q}.hada_w{i}_{x}": B if x == "a" else A for i in "12" for x in "ab"},
     "LoKr's shape": {f"{Q}.lokr_w1": torch.ones(2, 2), f"{Q}.lokr_w2": torch.ones(48, 47)},
     "OFT": {f"{Q}.oft_blocks": B},
     "LoCon": PAIR | {f"{Q}.lora_mid.weight": torch.ones(2, 3)},
