@@ -22,6 +22,7 @@ from tests.lora_files import (
     LYCORIS,
     Q,
     make_layer,
+    make_pair,
     randomise,
     save_lycoris,
 )
@@ -248,6 +249,26 @@ def test_peft(kind: str, weights: dict[str, Tensor], dense: Checkpoint, tmp_path
     check_merged(sources, scaled, weights)
     if kind not in MERGED_ONLY:
         check_separate(read_lora_factors(adapter, lambda *_: torch.float32), scaled, weights)
+
+
+def test_two_biases_of_a_layer(
+    weights: dict[str, Tensor], dense: Checkpoint, tmp_path: Path
+) -> None:
+    """The bias of a pair, with the scale of the pair, and a difference of the bias."""
+    down, up = make_pair(weights[f"{Q}.weight"].shape, 3)
+    biases = torch.randn(2, len(up), generator=torch.Generator().manual_seed(0))
+    tensors = {
+        f"{Q}.lora_A.weight": down,
+        f"{Q}.lora_B.weight": up,
+        f"{Q}.alpha": torch.tensor(6.0),
+    }
+    tensors |= {f"{Q}.lora_B.bias": biases[0].clone(), f"{Q}.diff_b": biases[1].clone()}
+    save_file(tensors, tmp_path / "x.safetensors")
+    changes = {"weight": up.double() @ down.double(), "bias": biases[0] + 0.5 * biases[1].double()}
+    expected = {f"{Q}.{name}": weights[f"{Q}.{name}"].double() + x for name, x in changes.items()}
+    sources, adapter = open_merged(tmp_path / "x.safetensors", dense, 0.5)
+    check_merged(sources, expected, weights)
+    check_separate(read_lora_factors(adapter, lambda *_: torch.float32), expected, weights)
 
 
 @pytest.mark.slow
