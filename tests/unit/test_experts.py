@@ -62,20 +62,6 @@ def make_six_steps(**overrides: Any) -> tuple[VideoParams, DenoiseInputs]:
     return request, conditions
 
 
-def test_a_video_may_pause_between_experts() -> None:
-    """A paused video runs the same steps, one expert at a time."""
-    source = Recorder()
-    video = DenoisingLoop(*make_six_steps())
-    assert video.remaining_experts == ["high_noise", "low_noise"]
-    video.advance(source, num_experts=1)
-    video.offload()
-    assert set(source.calls) == {"high_noise"} and video.remaining_experts == ["low_noise"]
-    latents = video.advance(source)
-    assert video.remaining_experts == [] and torch.equal(
-        latents, DenoisingLoop(*make_six_steps()).advance(Recorder())
-    )
-
-
 def find_latents(root: object) -> list[torch.Tensor]:
     """All tensors with the shape of latents that an object refers to, directly or not."""
     tensors, visited, pending = [], set(), [root]
@@ -299,13 +285,6 @@ def test_files_larger_than_memory_are_not_read_ahead(tmp_path: Path, monkeypatch
     assert len(offsets) == 2
 
 
-def test_a_local_rank_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(InputError, match="CUDA device 2 does not exist; 2 do"):
-        device.select_device("cuda", 2)
-
-
 def test_an_accelerator_that_pytorch_does_not_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,7 +303,12 @@ def test_an_accelerator_that_pytorch_does_not_see(
     check_refusals("devices: hidden", messages, [r"(?<=torch )\S+ is built[^;]*"])
 
 
-def test_auto_does_not_fall_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local rank has no device, or `auto` would fall back to the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match="CUDA device 2 does not exist; 2 do"):
+        device.select_device("cuda", 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refusal = InputError("A GPU", why="is hidden", remedy="use `device=cpu`")
     monkeypatch.setattr(device, "find_hidden_accelerator", lambda: refusal)

@@ -92,6 +92,9 @@ def test_axes_that_stable_diffusion_cpp_drops(tmp_path: Path, kind: str) -> None
         assert torch.equal(source.read(slice(None)), values[name].view(shapes[name]))
 
 
+NOT_COMPILED = ("IQ4_NL", "IQ4_XS", "MXFP4")
+
+
 @np.errstate(invalid="ignore", over="ignore")
 def test_the_functions_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all types, without a compiler: the values of the package, in slices where there are."""
@@ -102,7 +105,7 @@ def test_the_functions_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
         stored, values = make_random_rows(kind, 20), torch.empty(20, 512).bfloat16()
         expected = dequantize(stored.numpy(), kind).bfloat16()
         is_compiled = dequantizer.fill(kind, stored, None, values)
-        if is_compiled == (kind in ("IQ4_NL", "IQ4_XS", "MXFP4")) or (
+        if is_compiled == (kind in NOT_COMPILED) or (
             is_compiled and not torch.allclose(values, expected, rtol=0, atol=0, equal_nan=True)
         ):
             wrong.append(kind)
@@ -110,14 +113,7 @@ def test_the_functions_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @np.errstate(invalid="ignore")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "Q4_K",
-        *(slow(f"Q{bits}_K") for bits in (2, 3, 5, 6)),
-        *map(slow, ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")),
-    ],
-)
+@pytest.mark.parametrize("kind", ["Q4_K", *(slow(x) for x in GGUF if x not in NOT_COMPILED)])
 def test_compiled_values_of_any_bytes(kind: str) -> None:
     """Those of the package, rounded to bfloat16; one function for weights of all sizes."""
     dequantizer = CompiledDequantizer(min_values=0)
