@@ -251,6 +251,8 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     contents |= {f"{tensors} tensors": struct.pack("<IQQ", 3, tensors, 0) for tensors in counts}
     contents["no name"] = struct.pack("<IQQQIQIQ", 3, 1, 0, 0, 1, 32, 0, 0)
     contents["strings"] = struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**21)
+    key = struct.pack("<IQQQ", 3, 0, 1, 17) + b"general.alignment"
+    contents["alignment 24"] = key + struct.pack("<II", 4, 24)
     for name, content in contents.items():
         path.write_bytes(b"GGUF" + content)
         os.truncate(path, 1 << 26)
@@ -305,6 +307,7 @@ def test_shapes_and_offsets_that_are_refused(tmp_path: Path) -> None:
         "fractions": make_header(eight, shape=(6, struct.pack("<2f", 2, 4)), data=32),
         "letters": make_header(eight, shape=(8, struct.pack("<Qc", 1, b"8")), data=32),
         "many axes": make_header(eight, shape=ints(*[1] * 70, 8), data=32),
+        "nine axes": make_header((f32, (8, *[1] * 8), 0), data=32),
         "rows of half a block": make_header((q8_0, (16, 2), 0), data=34),
         "no values": make_header((f32, (0,), 0), data=32),
         "one byte too few": make_header(eight, data=31),
