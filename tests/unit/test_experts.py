@@ -262,6 +262,7 @@ def test_prefetch_reads_files_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         parts.add((Path(f"/proc/self/fd/{file}").readlink().name, offset, length))
 
     monkeypatch.setattr(os, "posix_fadvise", advise, raising=False)
+    monkeypatch.setattr(system, "start_background_thread", lambda call: call())
     files = [tmp_path / name for name in ("a", "b")]
     for file, size in zip(files, (3 << 20, 5), strict=True):
         file.write_bytes(bytes(size))

@@ -119,7 +119,8 @@ def test_a_run(tiny: Any, tmp_path: Path, one_thread: None) -> None:
     exact = "blocks.0.ffn.0"
     comfy_quant = encode_quant_metadata(format="float8_e4m3fn", full_precision_matrix_mult=True)
     save_file(stored | {f"{exact}.comfy_quant": comfy_quant}, path)
-    flags = ["--sample_steps", "1", "--precision", "fp32", "--fp8_weights"]
+    flags = ["--sample_steps", "1", "--sample_guide_scale", "1", "--precision", "fp32"]
+    flags += ["--fp8_weights"]
     run, pipeline = build_quick_pipeline(folder, *flags, "multiply", "--offload_model", "false")
     latents = pipeline.generate_latents(run.params)
     upcast_latents = generate_quick_latents(folder, *flags, "keep")

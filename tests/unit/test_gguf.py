@@ -113,7 +113,9 @@ def test_the_functions_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @np.errstate(invalid="ignore")
-@pytest.mark.parametrize("kind", ["Q4_K", *(slow(x) for x in GGUF if x not in NOT_COMPILED)])
+@pytest.mark.parametrize(
+    "kind", ["Q4_K", *(slow(x) for x in GGUF if x not in ("Q4_K", *NOT_COMPILED))]
+)
 def test_compiled_values_of_any_bytes(kind: str) -> None:
     """Those of the package, rounded to bfloat16; one function for weights of all sizes."""
     dequantizer = CompiledDequantizer(min_values=0)
@@ -397,7 +399,8 @@ def test_a_run_from_gguf_is_that_of_its_values(
     """Weights kept, and streamed by block; Q6_K of narrow rows is flattened and upcast."""
     source = tiny(task) if task == "t2v-A14B" else request.getfixturevalue("wide")
     files, plain = make_gguf_folders(source, kind, tmp_path)
-    arguments = ["--task", task, "--sample_steps", "2", "--precision", precision]
+    arguments = ["--task", task, "--sample_steps", "2", "--sample_guide_scale", "1"]
+    arguments += ["--precision", precision]
     expected = generate_quick_latents(plain, *arguments)
     for weight_mode, offload in (("keep", "true"), ("auto", "block")):
         flags = ["--gguf_weights", weight_mode, "--offload_model", offload]
@@ -442,7 +445,7 @@ def test_a_lora_on_weight_only_layers(
     loras = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
     for lora, tensors in zip(loras, lora_tensors, strict=True):
         save_file(tensors, lora)
-    arguments = ["--sample_steps", "1", "--precision", "fp32"]
+    arguments = ["--sample_steps", "1", "--sample_guide_scale", "1", "--precision", "fp32"]
     expected = generate_quick_latents(plain, *arguments)
     arguments += ["--lora", f"{loras[0]}=0.5", "--lora", f"{loras[1]}=0.25"]
     for weight_mode, offload in (("keep", "block"), ("upcast", "false")):
@@ -472,6 +475,7 @@ def test_weight_only_layers_take_the_bytes_of_the_file(wide_folders: tuple[Path,
     block_bytes = {}
     for weight_mode in ("keep", "upcast"):
         flags = ["--gguf_weights", weight_mode, "--precision", "bf16", "--frame_num", "1"]
+        flags += ["--sample_guide_scale", "1"]
         run, pipeline = build_quick_pipeline(wide_folders[0], *flags, "--offload_model", "false")
         block_bytes[weight_mode] = count_owned_bytes(pipeline.experts.get("dit").blocks)
         planner = Planner(run.setup, run.params)
