@@ -188,6 +188,12 @@ def test_settings_of_a_video_win_over_shared_ones(
     assert not wrong, "\n\n".join(map(str, wrong))
 
 
+def test_a_switch_that_is_turned_off_takes_its_settings_along(tmp_path: Path) -> None:
+    shared = {"use_rainfusion": True, "sparsity": 0.5}
+    off = {"use_rainfusion": False}
+    assert resolve_record(shared, off, tmp_path) == resolve_record({}, {}, tmp_path)
+
+
 def test_keywords_of_a_call_win_over_shared_ones(
     tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
