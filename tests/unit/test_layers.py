@@ -26,6 +26,7 @@ from wan.pipeline.pipeline import Pipeline
 from wan.serve import fields
 from wan.settings.errors import InputError
 from wan.settings.flags import PYTHON_KEYWORDS, read_settings
+from wan.settings.layers import merge_settings
 from wan.tasks.base import VideoParams
 
 Settings = dict[str, Any]
@@ -188,10 +189,16 @@ def test_settings_of_a_video_win_over_shared_ones(
     assert not wrong, "\n\n".join(map(str, wrong))
 
 
-def test_a_switch_that_is_turned_off_takes_its_settings_along(tmp_path: Path) -> None:
-    shared = {"use_rainfusion": True, "sparsity": 0.5}
-    off = {"use_rainfusion": False}
-    assert resolve_record(shared, off, tmp_path) == resolve_record({}, {}, tmp_path)
+def test_settings_go_with_the_one_that_they_need(tmp_path: Path) -> None:
+    """The latents of a video replace its source and, with it, the strength."""
+    sparse = {"use_rainfusion": True, "sparsity": 0.5}
+    for shared, video in (
+        (sparse, {"use_rainfusion": False}),
+        ({"src_video": Path("a.mp4"), "strength": 0.5}, {"fixed_latents": Path("b.safetensors")}),
+    ):
+        assert merge_settings(video, shared) == video
+    plain = resolve_record({}, {}, tmp_path)
+    assert resolve_record(sparse, {"use_rainfusion": False}, tmp_path) == plain
 
 
 def test_keywords_of_a_call_win_over_shared_ones(
