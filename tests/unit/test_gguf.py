@@ -92,6 +92,9 @@ def test_axes_that_stable_diffusion_cpp_drops(tmp_path: Path, kind: str) -> None
         assert torch.equal(source.read(slice(None)), values[name].view(shapes[name]))
 
 
+NOT_COMPILED = ("IQ4_NL", "IQ4_XS", "MXFP4")
+
+
 @np.errstate(invalid="ignore", over="ignore")
 def test_the_functions_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all types, without a compiler: the values of the package, in slices where there are."""
@@ -102,7 +105,7 @@ def test_the_functions_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
         stored, values = make_random_rows(kind, 20), torch.empty(20, 512).bfloat16()
         expected = dequantize(stored.numpy(), kind).bfloat16()
         is_compiled = dequantizer.fill(kind, stored, None, values)
-        if is_compiled == (kind in ("IQ4_NL", "IQ4_XS", "MXFP4")) or (
+        if is_compiled == (kind in NOT_COMPILED) or (
             is_compiled and not torch.allclose(values, expected, rtol=0, atol=0, equal_nan=True)
         ):
             wrong.append(kind)
@@ -111,12 +114,7 @@ def test_the_functions_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @np.errstate(invalid="ignore")
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "Q4_K",
-        *(slow(f"Q{bits}_K") for bits in (2, 3, 5, 6)),
-        *map(slow, ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")),
-    ],
+    "kind", ["Q4_K", *(slow(x) for x in GGUF if x not in ("Q4_K", *NOT_COMPILED))]
 )
 def test_compiled_values_of_any_bytes(kind: str) -> None:
     """Those of the package, rounded to bfloat16; one function for weights of all sizes."""
@@ -141,22 +139,17 @@ def test_weights_are_dequantized_without_a_compiler_or_a_cache(
     compiler = str(tmp_path / "g++") if missing == "compiler" else "g++"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     torch._dynamo.reset()
-    stored = make_random_rows("Q4_K", 300)
-    stored = stored[(dequantize(stored.numpy(), "Q4_K").abs() < 1e30).all(1)]
-    dequantizer = CompiledDequantizer(min_values=0)
+    stored = make_random_rows("Q8_0", 300)
+    stored = stored[(dequantize(stored.numpy(), "Q8_0").abs() < 1e30).all(1)]
+    fill = partial(CompiledDequantizer(min_values=0).fill, "Q8_0")
     layer = WeightOnlyLinear(
-        stored,
-        TO_FLOAT["Q4_K"],
-        None,
-        in_features=512,
-        memory=UpcastMemory(),
-        try_fill=partial(dequantizer.fill, "Q4_K"),
+        *(stored, TO_FLOAT["Q8_0"], None), in_features=512, memory=UpcastMemory(), try_fill=fill
     )
     caplog.set_level(logging.WARNING)
     with config.patch({"cpp.cxx": (compiler,)}), torch.inference_mode():
-        rows = [layer(torch.eye(512).bfloat16()) for _ in range(2)]
-    for output in rows:
-        assert torch.equal(output, dequantize(stored.numpy(), "Q4_K").bfloat16().T)
+        for _ in range(2):
+            output = layer(torch.eye(512).bfloat16())
+            assert torch.equal(output, dequantize(stored.numpy(), "Q8_0").bfloat16().T)
     (notice,) = caplog.messages
     assert notice.startswith("Weights are dequantized without a compiler, which costs speed only: ")
     assert "\n" not in notice and notice.endswith("(--fused_ops none does not try).")
@@ -166,26 +159,6 @@ def tensors(seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     sizes = {"a.weight": (48, 512), "b.weight": (64, 96), "c": (3,), "d.weight": (8, 4, 1, 2, 2)}
     return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "x.gguf"
-    gguf_files.write_gguf(path, tensors(), {"a.weight": "Q4_K", "b.weight": "Q6_K"})
-    return path
-
-
-def test_slices_of_a_tensor(file: Path) -> None:
-    """As queries, keys and values of a CLIP whose projections are one tensor."""
-    for name in ("a.weight", "b.weight", "d.weight"):
-        info = read_file_headers(file)[name]
-        whole, rows = open_sources({name: info})[name].read(slice(None)), info.shape[0] // 4
-        slices = {
-            str(i): replace(info, shape=(rows, *info.shape[1:]), first_row=i * rows)
-            for i in range(4)
-        }
-        values = [source.read(slice(None)) for source in open_sources(slices).values()]
-        assert torch.equal(torch.cat(values), whole), name
 
 
 NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -218,36 +191,38 @@ def test_headers_with_any_legal_metadata(tmp_path: Path) -> None:
         }
         for name, tensor in tensors().items():
             assert torch.equal(open_sources(headers)[name].read(slice(None)), tensor)
-        expected_metadata = {
-            "x.bool": True,
-            "x.float64": 0.5,
-            "x.int64": 100,
-            "x.text": "Übergröße",
-        }
-        expected_metadata |= {"x.array.2": (True, False, True), "x.array.3": ("a", "", "数")}
-        assert read_gguf_metadata(path, list(expected_metadata)) == expected_metadata, (
-            alignment,
-            version,
-        )
+        metadata = {"x.bool": True, "x.float64": 0.5, "x.int64": 100, "x.text": "Übergröße"}
+        metadata |= {f"x.array.{index}": tuple(values) for index, values in enumerate(arrays)}
+        assert read_gguf_metadata(path, list(metadata)) == metadata, (alignment, version)
 
 
-def test_rows_of_a_file(file: Path, tmp_path: Path) -> None:
-    """Rows of a flattened matrix may begin inside a block."""
-    values = gguf_files.write_gguf(tmp_path / "y.gguf", tensors(), {"b.weight": "Q6_K"})["b.weight"]
-    source = open_sources(read_file_headers(file))["b.weight"]
-    for rows in (slice(None), slice(1, 2), slice(7, 40), slice(60, 64)):
-        assert torch.equal(source.read(rows), values[rows]), rows
+def test_rows_and_slices_of_tensors(tmp_path: Path) -> None:
+    """Rows of a flattened matrix may begin inside a block; F16 and BF16 are not changed.
 
-
-def test_plain_kinds(tmp_path: Path) -> None:
+    Slices of tensors are as queries, keys and values of a CLIP whose projections are one tensor.
+    """
+    path, kinds = tmp_path / "x.gguf", {"a.weight": "Q4_K", "b.weight": "Q6_K"}
+    cases = [(path, gguf_files.write_gguf(path, tensors(), kinds))]
     for kind, dtype in (("F16", torch.float16), ("BF16", torch.bfloat16)):
         values, path = tensors()["a.weight"].to(dtype), tmp_path / f"{kind}.gguf"
         writer = gguf.GGUFWriter(path, "wan")
         writer.add_tensor("x", values.view(torch.uint8).numpy(), raw_dtype=get_quant_type(kind))
         finish_gguf(writer)
-        assert torch.equal(
-            open_sources(read_file_headers(path))["x"].read(slice(3, 9)), values[3:9]
-        ), kind
+        cases.append((path, {"x": values}))
+    for path, values_by_name in cases:
+        for name, info in read_file_headers(path).items():
+            values, source = values_by_name[name], open_sources({name: info})[name]
+            end, count = len(values), len(values) // 4
+            for rows in (slice(None), slice(1, 2), slice(end // 9, end // 2), slice(end - 1, end)):
+                assert torch.equal(source.read(rows), values[rows]), (path.name, name, rows)
+            if not count:
+                continue
+            slices = {
+                str(i): replace(info, shape=(count, *info.shape[1:]), first_row=i * count)
+                for i in range(4)
+            }
+            parts = [source.read(slice(None)) for source in open_sources(slices).values()]
+            assert torch.equal(torch.cat(parts), values), (path.name, name)
 
 
 def test_files_that_are_refused(tmp_path: Path) -> None:
@@ -278,6 +253,8 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     contents |= {f"{tensors} tensors": struct.pack("<IQQ", 3, tensors, 0) for tensors in counts}
     contents["no name"] = struct.pack("<IQQQIQIQ", 3, 1, 0, 0, 1, 32, 0, 0)
     contents["strings"] = struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**21)
+    key = struct.pack("<IQQQ", 3, 0, 1, 17) + b"general.alignment"
+    contents["alignment 24"] = key + struct.pack("<II", 4, 24)
     for name, content in contents.items():
         path.write_bytes(b"GGUF" + content)
         os.truncate(path, 1 << 26)
@@ -332,6 +309,7 @@ def test_shapes_and_offsets_that_are_refused(tmp_path: Path) -> None:
         "fractions": make_header(eight, shape=(6, struct.pack("<2f", 2, 4)), data=32),
         "letters": make_header(eight, shape=(8, struct.pack("<Qc", 1, b"8")), data=32),
         "many axes": make_header(eight, shape=ints(*[1] * 70, 8), data=32),
+        "nine axes": make_header((f32, (8, *[1] * 8), 0), data=32),
         "rows of half a block": make_header((q8_0, (16, 2), 0), data=34),
         "no values": make_header((f32, (0,), 0), data=32),
         "one byte too few": make_header(eight, data=31),
@@ -344,9 +322,11 @@ def test_shapes_and_offsets_that_are_refused(tmp_path: Path) -> None:
     check_refusals("gguf: shapes and offsets", messages)
 
 
-def test_damaged_headers(file: Path, tmp_path: Path) -> None:
+def test_damaged_headers(tmp_path: Path) -> None:
     """Either a refusal, or a header with tensors inside the file; fast and with little memory."""
-    content, chance, refused = file.read_bytes(), random.Random(0), 0
+    file, chance, refused = tmp_path / "x.gguf", random.Random(0), 0
+    gguf_files.write_gguf(file, tensors(), {"a.weight": "Q4_K", "b.weight": "Q6_K"})
+    content = file.read_bytes()
     data = min(info.data_offset for info in read_file_headers(file).values())
     memory_before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     path = tmp_path / "damaged.gguf"
@@ -410,17 +390,17 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("t2v-A14B", "Q8_0", "bf16"),
         slow("t2v-A14B", "Q6_K", "fp32"),
-        *(slow("wide", kind, "bf16") for kind in ("Q3_K", "Q4_K", "Q6_K", "Q5_1", "MXFP4")),
+        *(slow("t2v-1.3B", kind, "bf16") for kind in ("Q3_K", "Q4_K", "Q6_K", "Q5_1", "MXFP4")),
     ],
 )
 def test_a_run_from_gguf_is_that_of_its_values(
     task: str, kind: str, precision: str, tiny: Any, request: Any, tmp_path: Path, one_thread: None
 ) -> None:
     """Weights kept, and streamed by block; Q6_K of narrow rows is flattened and upcast."""
-    source = request.getfixturevalue("wide") if task == "wide" else tiny(task)
-    source = Path(shutil.copytree(source, tmp_path / ("t2v-1.3B" if task == "wide" else task)))
+    source = tiny(task) if task == "t2v-A14B" else request.getfixturevalue("wide")
     files, plain = make_gguf_folders(source, kind, tmp_path)
-    arguments = ["--sample_steps", "2", "--precision", precision]
+    arguments = ["--task", task, "--sample_steps", "2", "--sample_guide_scale", "1"]
+    arguments += ["--precision", precision]
     expected = generate_quick_latents(plain, *arguments)
     for weight_mode, offload in (("keep", "true"), ("auto", "block")):
         flags = ["--gguf_weights", weight_mode, "--offload_model", offload]
@@ -436,7 +416,7 @@ def wide_folders(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 def test_a_lora_on_weight_only_layers(
     wide_folders: tuple[Path, Path], tmp_path: Path, one_thread: None
 ) -> None:
-    """Low-rank and full differences, and two files for one layer, against merging in float64."""
+    """Pairs, Kronecker products, differences, and two files, against merging in float64."""
     files, values = wide_folders
     plain = Path(shutil.copytree(values, tmp_path / values.name))
     path = plain / "diffusion_pytorch_model.safetensors"
@@ -447,6 +427,12 @@ def test_a_lora_on_weight_only_layers(
         if weight.dim() != 2 or not name.startswith("blocks."):
             continue
         for number, rank in enumerate((4, 2)):
+            if number and layer.endswith(("cross_attn.o", "ffn.0")):
+                left = torch.randn(16, 8, generator=generator) / 7
+                right = torch.randn(len(weight) // 16, 32, generator=generator) / 7
+                lora_tensors[1] |= {f"{layer}.lokr_w1": left, f"{layer}.lokr_w2": right}
+                total += 0.25 * torch.kron(left, right).double()
+                continue
             up = torch.randn(len(weight), rank, generator=generator) / 20
             down = torch.randn(rank, weight.shape[1], generator=generator) / 20
             lora_tensors[number] |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
@@ -459,7 +445,7 @@ def test_a_lora_on_weight_only_layers(
     loras = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
     for lora, tensors in zip(loras, lora_tensors, strict=True):
         save_file(tensors, lora)
-    arguments = ["--sample_steps", "1", "--precision", "fp32"]
+    arguments = ["--sample_steps", "1", "--sample_guide_scale", "1", "--precision", "fp32"]
     expected = generate_quick_latents(plain, *arguments)
     arguments += ["--lora", f"{loras[0]}=0.5", "--lora", f"{loras[1]}=0.25"]
     for weight_mode, offload in (("keep", "block"), ("upcast", "false")):
@@ -486,20 +472,19 @@ def test_a_weight_is_dequantized_once_per_step(wide_folders: tuple[Path, Path]) 
 
 def test_weight_only_layers_take_the_bytes_of_the_file(wide_folders: tuple[Path, Path]) -> None:
     """In memory, and in the copies of streamed blocks."""
-    files, _ = wide_folders
     block_bytes = {}
     for weight_mode in ("keep", "upcast"):
-        arguments = ["--gguf_weights", weight_mode, "--precision", "bf16", "--frame_num", "1"]
-        run, pipeline = build_quick_pipeline(files, *arguments, "--offload_model", "false")
-        network = pipeline.experts.get("dit")
-        planned_bytes = Planner(run.setup, run.params).compute_stage_memory()["denoising"][
-            "DiT weights"
-        ]
-        assert planned_bytes == pytest.approx(count_owned_bytes(network), rel=0.03)
-        block_bytes[weight_mode] = count_owned_bytes(network.blocks)
-        streaming_run, _ = build_quick_pipeline(files, *arguments, "--offload_model", "block")
-        copied_per_step = Planner(streaming_run.setup, streaming_run.params).count_streamed_blocks()
-        assert copied_per_step == (2, 1, pytest.approx(block_bytes[weight_mode], rel=0.03))
-        upcast_seconds = Planner(run.setup, run.params).estimate_upcast_seconds()
-        assert (upcast_seconds > 0) == (weight_mode == "keep")
+        flags = ["--gguf_weights", weight_mode, "--precision", "bf16", "--frame_num", "1"]
+        flags += ["--sample_guide_scale", "1"]
+        run, pipeline = build_quick_pipeline(wide_folders[0], *flags, "--offload_model", "false")
+        block_bytes[weight_mode] = count_owned_bytes(pipeline.experts.get("dit").blocks)
+        planner = Planner(run.setup, run.params)
+        assert (planner.estimate_upcast_seconds() > 0) == (weight_mode == "keep")
     assert block_bytes["keep"] < 0.35 * block_bytes["upcast"]
+    flags[1:2] = ["keep"]
+    run, pipeline = build_quick_pipeline(wide_folders[0], *flags, "--offload_model", "false")
+    planned = Planner(run.setup, run.params).compute_stage_memory()["denoising"]["DiT weights"]
+    assert planned == pytest.approx(count_owned_bytes(pipeline.experts.get("dit")), rel=0.03)
+    run, _ = build_quick_pipeline(wide_folders[0], *flags, "--offload_model", "block")
+    copied = Planner(run.setup, run.params).count_streamed_blocks()
+    assert copied == (2, 1, pytest.approx(block_bytes["keep"], rel=0.03))

@@ -7,8 +7,6 @@ import os
 import random
 import re
 import struct
-import subprocess
-import sys
 import warnings
 import zlib
 from itertools import product
@@ -20,7 +18,6 @@ import pytest
 import torch
 from PIL import Image, features
 
-from tests.dist import REPO
 from tests.refusals import check_refusals, get_refusal
 from wan.media import images
 from wan.settings.errors import InputError
@@ -68,18 +65,6 @@ def test_a_file_and_what_python_holds_of_it_give_the_same_pixels(tmp_path: Path)
         for image in (images.read_image(path), *map(images.convert_to_image, values)):
             assert np.array_equal(pixels(image), expected), extension
         assert np.abs(expected.astype(int) - SMOOTH).mean() < 12, "the lossy formats"
-
-
-def test_neither_torch_nor_numpy_is_needed_for_a_file(tmp_path: Path) -> None:
-    path = save_image(tmp_path, rgb(), "x.png")
-    script = (
-        "import sys\nfrom wan.media import images\n"
-        f"images.convert_to_image({str(path)!r})\n"
-        "assert not {'torch', 'numpy'} & set(sys.modules)\n"
-        "import numpy\nimages.convert_to_image(numpy.zeros((2, 2, 3), 'uint8'))\n"
-        "try: images.convert_to_image([])\nexcept ValueError: assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=REPO, timeout=60)
 
 
 TURNS = {  # EXIF orientation -> the stored array as it is shown
@@ -204,11 +189,6 @@ RGBA = np.dstack((RGB, ALPHA))
 WARNING = "is transparent in places; they become white"
 
 
-def blend_over_white(array: np.ndarray, alpha: np.ndarray) -> np.ndarray:
-    share = alpha[..., None] / 255
-    return array * share + 255 * (1 - share)
-
-
 def test_transparent_parts_become_white(caplog: pytest.LogCaptureFixture) -> None:
     for mode in ("RGBA", "RGBa", "LA", "La"):
         image, array = Image.fromarray(RGBA), RGB
@@ -216,9 +196,9 @@ def test_transparent_parts_become_white(caplog: pytest.LogCaptureFixture) -> Non
             image = image.convert("LA")
             array = np.repeat(np.asarray(image)[..., :1], 3, -1)
         actual = pixels(images.convert_to_image(image.convert(mode)))
-        assert np.abs(actual - blend_over_white(array, ALPHA)).max() <= (
-            1 if mode[-1] == "A" else 2
-        ), mode
+        share = ALPHA[..., None] / 255
+        error = np.abs(actual - (array * share + 255 * (1 - share))).max()
+        assert error <= (1 if mode[-1] == "A" else 2), mode  # "a" is rounded twice
         assert caplog.messages == [f"The image {WARNING}."], mode
         caplog.clear()
     opaque = Image.fromarray(np.dstack((RGB, np.full_like(ALPHA, 255))))
@@ -231,9 +211,8 @@ def test_a_fully_transparent_file_is_white(
 ) -> None:
     """The hidden colours are not shown."""
     image = Image.fromarray(np.dstack((RGB, np.zeros_like(ALPHA))))
-    for name in ("x.png", "x.webp", "x.tiff", "x.gif"):
-        lossless = {"lossless": True, "exact": True} if name == "x.webp" else {}
-        path = save_image(tmp_path, image, name, **lossless)
+    for name in ("x.png", "x.tiff", "x.gif"):
+        path = save_image(tmp_path, image, name)
         assert (pixels(images.read_image(path)) == 255).all(), name
         assert caplog.messages == [f"{path} {WARNING}."]
         caplog.clear()
@@ -394,13 +373,9 @@ def test_paths_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     paths = [*("https://example.com/cat.jpg", "s3://bucket/cat.png", "data:image/png;base64,AAAA")]
     paths += ["no/cat.png", "~/cat.png", "file/cat.png", ".", "/dev/zero", "pipe.png"]
     paths += ["x" * 5000, "a\0b", "\ud800"]
-    messages = {
-        ascii(path)[:30]: get_refusal(images.read_image, Path(path))
-        .encode("unicode_escape")
-        .decode()
-        for path in paths
-    }
-    check_refusals("images: paths", messages)
+    sentences = {ascii(path)[:30]: get_refusal(images.read_image, Path(path)) for path in paths}
+    escaped = {name: x.encode("unicode_escape").decode() for name, x in sentences.items()}
+    check_refusals("images: paths", escaped)
 
 
 # Damaged files
@@ -408,31 +383,22 @@ def test_paths_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def samples() -> dict[str, bytes]:
     """Small undamaged files of every accepted format."""
-    from PIL.PngImagePlugin import PngInfo
-
-    exif, text = Image.Exif(), PngInfo()
+    exif = Image.Exif()
     exif[0x0112] = 6
-    text.add_text("Comment", "words " * 9, zip=True)
     rgba = Image.fromarray(RGBA)
     contents = {
-        "png": encode_image(rgb(), "PNG", exif=exif, pnginfo=text),
+        "png": encode_image(rgb(), "PNG", exif=exif),
         "png palette": encode_image(rgba.quantize(16), "PNG"),
         "png 16": encode_image(Image.fromarray(DEEP), "PNG"),
-        "jpeg": encode_image(rgb(), "JPEG", exif=exif),
-        "jpeg cmyk": encode_image(rgb().convert("CMYK"), "JPEG", progressive=True),
+        "jpeg": encode_image(rgb().convert("CMYK"), "JPEG", progressive=True, exif=exif),
         "mpo": encode_image(rgb(), "MPO", save_all=True, append_images=[rgb(SMOOTH)], exif=exif),
         "webp": encode_image(rgba, "WEBP", exif=exif),
         "bmp": encode_image(rgb().quantize(16), "BMP"),
-        "tiff": encode_image(rgb(), "TIFF", exif=exif),
-        "tiff deflate": encode_image(
-            Image.fromarray(UNIT), "TIFF", compression="tiff_adobe_deflate"
-        ),
+        "tiff": encode_image(Image.fromarray(UNIT), "TIFF", compression="tiff_adobe_deflate"),
         "tiff fax": encode_image(rgb().convert("1"), "TIFF", compression="group4"),
         "gif": encode_image(rgba.quantize(16), "GIF"),
     }
-    if features.check("avif"):
-        contents["avif"] = encode_image(rgba, "AVIF", exif=exif)
-    return contents
+    return contents | {name: encode_image(rgba, "AVIF", exif=exif) for name in AVIF}
 
 
 def damage_content(content: bytes, random_: random.Random) -> bytes:
@@ -452,7 +418,7 @@ def test_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, refused = tmp_path / "damaged", 0
     for name, content in samples().items():
         random_ = random.Random(name)
-        for index in range(30):
+        for index in range(20):
             path.write_bytes(damage_content(content, random_))
             try:
                 image = images.read_image(path)
@@ -463,4 +429,4 @@ def test_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 raise AssertionError(f"case {index} of {name}") from error
             else:
                 assert image.mode == "RGB" and all(image.size)
-    assert 150 < refused < 390
+    assert 70 < refused < 220

@@ -18,7 +18,6 @@ from wan.app.launch import collect_start_invariants
 from wan.device import Device
 from wan.kernels.compiled_ops import STEPS_BY_OP
 from wan.kernels.forward_context import StepInfo
-from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.interfaces import AttentionInput, Target
 from wan.kernels.registry import CheckpointRotations, make_dense_kernel, select_kernels
 from wan.kernels.sdpa import (
@@ -26,7 +25,6 @@ from wan.kernels.sdpa import (
     EFFICIENT,
     FLASH,
     CudaKernel,
-    SdpaKernel,
     attend_with_padded_heads,
     check_cudnn,
     select_cuda_operator,
@@ -50,16 +48,6 @@ def attend_by_definition(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     q, k, v = (x.double() for x in (q, k, v))
     logits = q @ k.mT / q.shape[-1] ** 0.5
     return logits.softmax(-1) @ v, logits.logsumexp(-1)
-
-
-def test_with_lse() -> None:
-    for head in (6, 8, 64, 128):
-        tensors = qkv(head)
-        out, lse = SdpaKernel().with_lse(*tensors)
-        expected, expected_lse = attend_by_definition(*(x.transpose(1, 2) for x in tensors))
-        assert lse.dtype == torch.float32 and lse.shape == (2, 3, 19)
-        assert (out.transpose(1, 2) - expected).abs().max() <= 2e-6, head
-        assert (lse - expected_lse).abs().max() <= 2e-6, head
 
 
 def test_padded_heads() -> None:
@@ -100,13 +88,8 @@ CHOICES = [  # capability, dtype, head, cuDNN -> the operator
 
 
 def test_the_operator_that_computes_on_a_gpu() -> None:
-    selections = [(*arguments, select_cuda_operator(*arguments)) for *arguments, _ in CHOICES]
-    wrong = [
-        selection
-        for selection, row in zip(selections, CHOICES, strict=True)
-        if selection[-1] is not row[-1]
-    ]
-    assert not wrong
+    for *arguments, operator in CHOICES:
+        assert select_cuda_operator(*arguments) is operator, arguments
 
 
 def test_where_cudnn_is_refused() -> None:
@@ -133,13 +116,13 @@ def test_operators_of_gpus_return_what_a_kernel_returns() -> None:
 def test_the_record_names_cudnn_on_gpus() -> None:
     for device_type in ("cpu", "cuda", "npu"):
         versions = log.collect_versions(device_type, ("hypothesis", "no-such-package"))
-        assert ("cudnn" in versions) == (device_type == "cuda") and versions["hypothesis"][
-            0
-        ].isdigit()
+        assert ("cudnn" in versions) == (device_type == "cuda")
+        assert versions["hypothesis"][0].isdigit()
         assert versions["no-such-package"] == "not installed as a package"
 
 
 CPU = Device(torch.device("cpu"), get_capabilities("cpu"))
+F32_ON_CPU = Target(CPU, 64, torch.float32)
 CUDA = Device(torch.device("meta"), get_capabilities("cuda"))  # as in a plan, which needs no GPU
 RAIN = Attention(use_rainfusion=True, rainfusion_type="v3", sparse_start_step=0)
 LATER = Attention(use_rainfusion=True)  # after a quarter of the steps
@@ -177,15 +160,12 @@ def test_ranks_with_another_dense_kernel_differ() -> None:
     assert name not in collect_start_invariants(automatic, CPU)
 
 
-def makers() -> list[str]:
-    rows = [*DENSE_KERNELS.values(), *RAINFUSION.values(), FP8, *SMALL_OPS.values()]
-    texts = [text for row in rows for text in row.factories.values()]
-    return sorted({text for text in [*texts, *FP8.quantizers.values()] if ":" in text})
-
-
 def test_factories_of_the_tables_exist() -> None:
     """The steps of compiled operations are methods of BlockOps, too."""
-    assert all(callable(resolve_name(text)) for text in makers())
+    rows = [*DENSE_KERNELS.values(), *RAINFUSION.values(), FP8, *SMALL_OPS.values()]
+    texts = [text for row in rows for text in row.factories.values()]
+    texts += FP8.quantizers.values()
+    assert all(callable(resolve_name(text)) for text in texts if ":" in text)
     for steps in STEPS_BY_OP.values():
         assert all(callable(getattr(BlockOps, step)) for step in steps)
 
@@ -199,7 +179,7 @@ ON_CPU = [
 
 def test_every_dense_kernel_of_cpus_computes_the_formula() -> None:
     """Those of xfuser are compared in tests/xfuser, those of NPUs in tests/npu_sim."""
-    for name, precision, head in product(ON_CPU, ("fp32", "bf16"), (8, 64, 128)):
+    for name, precision, head in product(ON_CPU, ("fp32", "bf16"), (6, 64, 128)):
         row, dtype = DENSE_KERNELS[name], DTYPES[precision]
         if precision not in row.precisions:
             continue
@@ -225,30 +205,13 @@ def test_every_method_of_cpus_computes_the_formula() -> None:
         settings = {"rainfusion_type": name, "sparsity": 0.0}
         settings = {"fa_quant": "fp8"} if name == "fp8" else settings
         attention = Attention(**settings, use_rainfusion=name != "fp8", sparse_start_step=0)
-        (method,) = select_kernels(attention, Target(CPU, 64, torch.float32), {}).backends
+        (method,) = select_kernels(attention, F32_ON_CPU, {}).backends
         q, k, v = qkv(64, 300, 300)
         step = StepInfo(0, 4, "cond", "dit", (3, 10, 10), 300, layer=0)
         output = method.prepare_kv(*map(AttentionInput, (q, k, v)), step)(AttentionInput(q), 0)
         expected, _ = attend_by_definition(*(x.transpose(1, 2) for x in (q, k, v)))
         error = (output.transpose(1, 2).double() - expected).norm() / expected.norm()
         assert error < (0.1 if name == "fp8" else 1e-5), name
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_of_an_int8_layer(dtype: torch.dtype) -> None:
-    """By definition: ((sum * weight scale) * token scale) + bias in float32, integers exact."""
-    generator = torch.Generator().manual_seed(0)
-    x, factors = (torch.randn(n, 40, generator=generator).to(dtype) for n in (50, 1))
-    weight = torch.randint(-127, 128, (30, 40), generator=generator).char()
-    scale, bias = (torch.randn(30, generator=generator).to(dtype).float() for _ in range(2))
-    smoothed = (x * factors[0]).float()
-    token_scale = smoothed.abs().amax(1, keepdim=True) / 127
-    values = (smoothed / token_scale).round().double()
-    sums = (values @ weight.double().T).float()
-    expected = (sums * scale * token_scale + bias).to(dtype)
-    assert not torch.equal(sums * token_scale * scale, sums * scale * token_scale)
-    layer = W8A8Linear(weight, scale, bias, factors[0], dtype=dtype)
-    assert torch.equal(layer(x), expected)
 
 
 def test_a_backend_in_a_plan() -> None:
@@ -267,29 +230,26 @@ def test_a_backend_in_a_plan() -> None:
         assert out.shape == (2, 19, 3, 64) and lse.shape == (2, 3, 19), name
 
 
-@pytest.mark.parametrize(("names", "is_compiled"), [(("auto",), False), (("gelu",), True)])
 def test_only_named_operations_are_compiled_for_small_tensors(
-    names: tuple[str, ...], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled: list[object] = []
     monkeypatch.setattr(torch, "compile", lambda op, **_: compiled.append(op) or op)
-    target = Target(CPU, 64, torch.float32)
-    run = select_kernels(Attention(fused_ops=names), target, {}).compiled_ops
-    assert run is not None
-    with torch.no_grad():
-        BlockOps(run_op=run).gelu(torch.zeros(1, 4, 8))
-    assert bool(compiled) == is_compiled
+    for name in ("auto", "gelu"):
+        run = select_kernels(Attention(fused_ops=(name,)), F32_ON_CPU, {}).compiled_ops
+        assert run is not None
+        with torch.no_grad():
+            BlockOps(run_op=run).gelu(torch.zeros(1, 4, 8))
+        assert bool(compiled) == (name == "gelu")
 
 
 def test_backends_on_a_cpu() -> None:
     """PyTorch's; xfuser's are refused where it is not installed, and kernels of NPUs always."""
-    target = Target(CPU, 64, torch.float32)
     for name in ("auto", "sdpa"):
-        kernel = make_dense_kernel(Attention(attention_backend=name), target)
+        kernel = make_dense_kernel(Attention(attention_backend=name), F32_ON_CPU)
         assert kernel.name == SDPA and kernel.can_return_lse
-    messages = {
-        "xfuser": get_refusal(make_dense_kernel, Attention(attention_backend="sdpa_math"), target)
-    }
+    math = Attention(attention_backend="sdpa_math")
+    messages = {"xfuser": get_refusal(make_dense_kernel, math, F32_ON_CPU)}
     check_refusals("kernels: backends", messages)
     with pytest.raises(ValueError, match=r"no kernel 'laser' on this device \(CPU\)"):
-        select_kernels(Attention(attention_algo="laser"), target, {})
+        select_kernels(Attention(attention_algo="laser"), F32_ON_CPU, {})

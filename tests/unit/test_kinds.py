@@ -27,18 +27,12 @@ from wan.settings.video_options import INPUT_OPTIONS, list_needed_inputs
 from wan.tasks.base import TASKS, get_task
 
 
-def test_each_kind_has_a_room_presets_and_a_prompt() -> None:
+def test_each_kind_has_a_room_presets_a_prompt_a_class_and_promises() -> None:
     assert TASKS.keys() == TASKS_OF_KIND.keys()
     assert [get_task(kind).kind for kind in TASKS] == [*TASKS]
     assert all(preset.prompt for preset in PRESETS.values())
-
-
-def test_each_kind_has_its_class() -> None:
     classes = [getattr(wan, name) for name in wan.__all__ if name.startswith("Wan")]
     assert sorted(kind.kind for kind in classes) == sorted(TASKS)
-
-
-def test_each_kind_has_a_column_of_promises() -> None:
     assert {PRESETS[column.checkpoint].kind for column in COLUMNS.values()} == TASKS.keys()
 
 
@@ -73,21 +67,16 @@ def test_networks_of_i2v_are_not_of_animate2() -> None:
         assert detect_kind((), 36, [TensorInfo(Path(file), name, "BF16", (1,), 2)]) == "i2v"
 
 
-@pytest.mark.parametrize("task", PRESETS)
-def test_the_numbers_of_a_preset_fit_each_other(task: str) -> None:
-    preset = PRESETS[task]
-    assert preset.dim % (2 * preset.num_heads) == 0, "rotary embeddings rotate pairs of channels"
-    assert "*".join(map(str, preset.size)) in preset.trained_sizes
-    assert {*preset.trained_sizes} <= {*SIZES}
-    assert (preset.boundary is None) == (len(preset.experts) == 1)
-    assert preset.folder not in {other.folder for other in PRESETS.values() if other is not preset}
-
-
-@pytest.mark.parametrize("kind", TASKS_OF_KIND)
-def test_presets_of_a_kind_need_the_same_components(kind: str) -> None:
-    """`inspect_checkpoint` looks for those of the kind's first preset."""
-    presets = [PRESETS[task] for task in TASKS_OF_KIND[kind]]
-    assert len({(preset.vae, preset.needs_audio_encoder, preset.in_dim) for preset in presets}) == 1
+def test_the_numbers_of_presets_fit_each_other() -> None:
+    for task, preset in PRESETS.items():
+        assert preset.dim % (2 * preset.num_heads) == 0, "rotary embeddings rotate pairs"
+        assert "*".join(map(str, preset.size)) in preset.trained_sizes, task
+        assert {*preset.trained_sizes} <= {*SIZES}, task
+        assert (preset.boundary is None) == (len(preset.experts) == 1), task
+    assert len({preset.folder for preset in PRESETS.values()}) == len(PRESETS)
+    for tasks in TASKS_OF_KIND.values():  # a folder is read as that of the kind's first preset
+        presets = [PRESETS[task] for task in tasks]
+        assert len({(x.vae, x.needs_audio_encoder, x.in_dim) for x in presets}) == 1, tasks
 
 
 def test_all_declared_options_are_flags() -> None:

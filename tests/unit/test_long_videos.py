@@ -22,7 +22,8 @@ from wan.tasks.base import Inputs, VideoParams, make_video_params
 from wan.tasks.image2video import make_chained_condition
 
 PRO = "SVI_Wan2.2-I2V-A14B_{}_noise_lora_v2.0_pro.safetensors"
-QUICK: dict[str, Any] = {"max_area": 48 * 32, "frame_num": 9, "seed": 7, "sampling_steps": 2}
+QUICK: dict[str, Any] = {"max_area": 32 * 16, "frame_num": 5, "seed": 7, "sampling_steps": 2}
+LATENT: dict[str, Any] = {"chain": "latent", "frame_num": 9}  # the fewest frames
 ONE_STEP = {**QUICK, "sampling_steps": 1, "guide_scale": 1.0, "offload_model": False}
 
 
@@ -133,36 +134,32 @@ def model(tiny) -> Any:
 
 
 def test_one_call_is_as_many_calls_with_the_kept_latent(model: Any, image_path: Path) -> None:
-    args: dict[str, Any] = {**ONE_STEP, "img": str(image_path), "chain": "latent"}
+    args: dict[str, Any] = {**ONE_STEP, **LATENT, "img": str(image_path)}
     latent_args, prompts = {**args, "output_type": "latent"}, ["a", "b", "c"]
     latents = model.generate("", clip_prompts=prompts, **latent_args)
-    assert latents.shape == (16, 9, 4, 6)
+    assert latents.shape == (16, 9, 2, 2)
     motion_latents = None, latents[:, 2:3], latents[:, 5:6]
     for number, (prompt, motion) in enumerate(zip(prompts, motion_latents, strict=True)):
         clip_args = {"seed": 7 + 42 * number, "motion_latent": motion}
         clip_latents = model.generate(prompt, **latent_args | clip_args)
         assert torch.equal(clip_latents, latents[:, 3 * number : 3 * number + 3])
-    video = model.generate("", clip_prompts=prompts[:2], **args)
-    assert video.shape == (3, 9 + 4, 32, 48)
-    assert torch.equal(video[:, :9], model._pipeline.decode(latents[:, :3]))
     second = model.generate("b", **{**args, "seed": 49}, motion_latent=motion_latents[1])
-    assert torch.equal(second, video[:, 9:])
+    video = model.generate("", clip_prompts=prompts[:2], **args)
+    first = model._pipeline.decode(latents[:, :3])
+    assert video.shape == (3, 9 + 4, 16, 16) and torch.equal(video, torch.cat((first, second), 1))
     alone = model.generate("b", **{**latent_args, "seed": 49})
     assert not torch.equal(alone, latents[:, 3:6]), "the latent is looked at"
 
 
 def test_a_chain_of_frames_begins_with_the_last_one(model: Any, image_path: Path) -> None:
-    args = {**ONE_STEP, "frame_num": 5}
-    video = model.generate("a", str(image_path), num_repeat=2, **args)
-    assert video.shape == (3, 9, 32, 48)
-    first = model.generate("a", str(image_path), **args)
-    assert torch.equal(video[:, :5], first)
+    video = model.generate("a", str(image_path), num_repeat=2, **ONE_STEP)
+    first = model.generate("a", str(image_path), **ONE_STEP)
+    assert video.shape == (3, 9, 16, 16) and torch.equal(video[:, :5], first)
     # An image has 256 levels, the last frame has not.
-    args["seed"] = 49
-    from_last_frame = model.generate("a", first[:, -1] / 2 + 0.5, **args)
-    from_image = model.generate("a", str(image_path), **args)
+    args = ONE_STEP | {"seed": 49}
     near, far = (
-        (video[:, 5:] - clip[:, 1:]).abs().mean() for clip in (from_last_frame, from_image)
+        (video[:, 5:] - model.generate("a", image, **args)[:, 1:]).abs().mean()
+        for image in (first[:, -1] / 2 + 0.5, str(image_path))
     )
     assert near < 0.1 * far
 
@@ -171,12 +168,12 @@ def test_calls_that_are_refused(model: Any, image_path: Path) -> None:
     two: dict[str, Any] = {"clip_prompts": ["a", "b"]}
     table: dict[str, dict[str, Any]] = {
         "motion of a chain of frames": {"motion_latent": torch.zeros(16, 1, 4, 6)},
-        "two latents": {"motion_latent": torch.zeros(16, 2, 4, 6), "chain": "latent"},
+        "two latents": {"motion_latent": torch.zeros(16, 2, 4, 6), **LATENT},
         "embeddings": {**two, "prompt_embeds": torch.zeros(1, 64)},
         "no clip": {"num_repeat": 0},
         "an empty prompt": {"clip_prompts": ["a", " "]},
     }
-    call = {"input_prompt": "a", "img": str(image_path), **QUICK}
+    call = {"input_prompt": "a", "img": str(image_path), **QUICK, "max_area": 48 * 32}
     messages = {
         name: get_refusal(model.generate, **{**call, **overrides})
         for name, overrides in table.items()
@@ -186,7 +183,7 @@ def test_calls_that_are_refused(model: Any, image_path: Path) -> None:
 
 def test_long_videos_among_other_videos(model: Any, image_path: Path) -> None:
     """Also with grouped experts, where a long video is generated without a pause."""
-    args: dict[str, Any] = {**QUICK, "frame_num": 5, "img": str(image_path), "guide_scale": 1.0}
+    args: dict[str, Any] = {**QUICK, "img": str(image_path), "guide_scale": 1.0}
     args["output_type"] = "latent"
     calls = ["a", {"input_prompt": "b", "num_repeat": 2}, "c"]
     latents = list(model.generate_many(calls, group_by_expert=True, **args))
@@ -202,7 +199,7 @@ def test_overlap_changes_no_bit_and_survives_a_failure(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    args: dict[str, Any] = {**ONE_STEP, "img": str(image_path), "chain": "latent", "num_repeat": 2}
+    args: dict[str, Any] = {**ONE_STEP, **LATENT, "img": str(image_path), "num_repeat": 2}
     plain = model.generate("a", **args)
     overlapping_model: Any = wan.WanI2V("i2v-A14B", tiny("i2v-A14B"), overlap_decoding=True)
     decoded = overlapping_model.generate("a", **{**args, "offload_model": True})
@@ -228,7 +225,7 @@ def test_texts_are_embedded_once_and_not_kept(
 
     monkeypatch.setattr(TextEncoder, "__call__", embed_and_record)
     args: dict[str, Any] = {**ONE_STEP, "img": str(image_path), "n_prompt": "no"}
-    args |= {"guide_scale": 2.0, "frame_num": 5, "output_type": "latent"}
+    args |= {"guide_scale": 2.0, "output_type": "latent"}
     long = {"input_prompt": "", "clip_prompts": ["b", "c"]}
     list(model.generate_many([long, "a"], **args))
     assert sorted(embedded_prompts) == ["a", "b", "c", "no"]

@@ -43,7 +43,6 @@ A_B = (".lora_A.weight", ".lora_B.weight")
 A_B_OF_NAME = (".lora_A.style_0.weight", ".lora_B.style_0.weight")
 DOWN_UP = (".lora_down.weight", ".lora_up.weight")
 FAMILIES: dict[str, tuple[Callable[[str], str], str, str]] = {
-    "LightX2V": (lambda x: f"diffusion_model.{x}", *DOWN_UP),
     "official": (str, *A_B),
     "PEFT": (lambda x: f"base_model.model.{x}", *A_B_OF_NAME),
     "diffusers": (lambda x: f"transformer.{rename_to_diffusers(x)}", *A_B),
@@ -58,11 +57,6 @@ FAMILIES: dict[str, tuple[Callable[[str], str], str, str]] = {
     "other parameters": (str, ".lora_down", ".lora_up"),
     "kohya": (lambda x: f"lora_unet_{flatten(x)}", *DOWN_UP),
     "kohya of diffusers": (lambda x: f"lora_unet_{flatten(rename_to_diffusers(x))}", *DOWN_UP),
-    "VideoX-Fun": (lambda x: f"lora_unet__{flatten(x)}", *DOWN_UP),
-    "OneTrainer": (lambda x: f"lora_transformer_{flatten(x)}", *DOWN_UP),
-    "LyCORIS": (lambda x: f"lycoris_{flatten(x)}", *DOWN_UP),
-    "ComfyUI": (lambda x: f"model.diffusion_model.{x}", *DOWN_UP),
-    "DiffSynth-Studio": (lambda x: f"pipe.dit.{x}", *A_B_OF_NAME),
 }
 """Program -> its name of a layer, and the ends of down and up."""
 RANKS = ((1, None, torch.float32), (4, 8.0, torch.bfloat16), (64, 8.0, torch.float16))
@@ -92,39 +86,44 @@ def test_families(
         torch.testing.assert_close(actual[name].double(), exact, **ROUNDED)
 
 
+DIFFERENCES = {  # name in a file -> parameter
+    "diffusion_model.blocks.0.norm3.diff": "blocks.0.norm3.weight",
+    "diffusion_model.blocks.0.norm3.diff_b": "blocks.0.norm3.bias",
+    "blocks.1.norm3.weight.diff": "blocks.1.norm3.weight",
+    "blocks.1.self_attn.norm_q.diff": "blocks.1.self_attn.norm_q.weight",
+    "blocks.1.cross_attn.norm_k.w_norm": "blocks.1.cross_attn.norm_k.weight",
+    "diffusion_model.blocks.0.ffn.0.diff_b": "blocks.0.ffn.0.bias",
+    "diffusion_model.blocks.1.diff_m": "blocks.1.modulation",
+    "diffusion_model.blocks.0.scale_shift_table.diff": "blocks.0.modulation",
+    "diffusion_model.head.diff_m": "head.modulation",
+    "proj_out.weight.diff": "head.head.weight",
+    "lora_unet_head_head_bias.diff": "head.head.bias",
+    "diffusion_model.patch_embedding.diff": "patch_embedding.weight",
+}
+
+
 def test_every_kind_of_difference(
     weights: dict[str, Tensor], dense: Checkpoint, tmp_path: Path
 ) -> None:
-    """Norms, biases, the convolution, the head and the modulation, which other loaders ignore."""
-    names = {
-        "diffusion_model.blocks.0.norm3.diff": "blocks.0.norm3.weight",
-        "diffusion_model.blocks.0.norm3.diff_b": "blocks.0.norm3.bias",
-        "blocks.1.self_attn.norm_q.diff": "blocks.1.self_attn.norm_q.weight",
-        "blocks.1.cross_attn.norm_k.w_norm": "blocks.1.cross_attn.norm_k.weight",
-        "diffusion_model.blocks.0.ffn.0.diff_b": "blocks.0.ffn.0.bias",
-        "diffusion_model.blocks.1.diff_m": "blocks.1.modulation",
-        "diffusion_model.head.diff_m": "head.modulation",
-        "diffusion_model.head.head.diff": "head.head.weight",
-        "diffusion_model.head.head.diff_b": "head.head.bias",
-        "diffusion_model.patch_embedding.diff": "patch_embedding.weight",
-    }
+    """Norms, biases, the convolution, the head and the modulation, which other loaders ignore.
+
+    `.diff` after the name of a layer or of a parameter, official or of diffusers.
+    """
     generator = torch.Generator().manual_seed(0)
     tensors, expected = {}, {}
-    for key, name in names.items():
+    for key, name in DIFFERENCES.items():
         tensors[key] = torch.randn(weights[name].shape, generator=generator)
         expected[name] = weights[name].double() + 0.5 * tensors[key].double()
-    layer = "blocks.0.self_attn.k"
-    down, up = make_pair(weights[f"{layer}.weight"].shape, 3, 1)
-    ffn = make_pair(weights["blocks.0.ffn.0.weight"].shape, 3, 2)
-    bias = torch.randn(len(up), generator=generator)
-    tensors |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
-    tensors |= {f"{layer}.lora_B.bias": bias, f"{layer}.alpha": torch.tensor(6.0)}
-    expected[f"{layer}.weight"] = weights[f"{layer}.weight"].double() + up.double() @ down.double()
-    expected[f"{layer}.bias"] = weights[f"{layer}.bias"].double() + bias.double()
-    tensors |= {f"blocks.0.ffn.0.lora_{x}.weight": w for x, w in zip("AB", ffn, strict=True)}
-    tensors["blocks.0.ffn.0.alpha"] = torch.tensor(6.0)  # its difference of the bias is whole
-    name = "blocks.0.ffn.0.weight"
-    expected[name] = weights[name].double() + ffn[1].double() @ ffn[0].double()
+    # The alpha / rank of a pair is a factor of its bias, and not of a difference of the bias.
+    for seed, layer in enumerate(("blocks.0.self_attn.k", "blocks.0.ffn.0")):
+        weight, bias = (weights[f"{layer}.{name}"].double() for name in ("weight", "bias"))
+        down, up = make_pair(weight.shape, 3, seed)
+        tensors |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+        tensors[f"{layer}.alpha"] = torch.tensor(6.0)
+        expected[f"{layer}.weight"] = weight + up.double() @ down.double()
+    tensors["blocks.0.self_attn.k.lora_B.bias"] = torch.randn(96, generator=generator)
+    bias = weights["blocks.0.self_attn.k.bias"].double()
+    expected["blocks.0.self_attn.k.bias"] = bias + tensors["blocks.0.self_attn.k.lora_B.bias"]
     save_file(tensors, tmp_path / "x.safetensors")
     actual = merge_file(tmp_path / "x.safetensors", dense, 0.5)
     assert actual.keys() == expected.keys()
@@ -135,25 +134,34 @@ def test_every_kind_of_difference(
 def test_two_experts_of_one_file_and_of_several(
     pair_of_experts: Checkpoint, tmp_path: Path
 ) -> None:
-    """Prefixes transformer. and transformer_2., or a file for each; several files add up."""
-    shape = pair_of_experts.experts["low_noise"].tensors[f"{Q}.weight"].shape
-    down, up = make_pair(torch.Size(shape), 2)
+    """Prefixes of the low-noise expert, or a file for each; several files add up."""
+    plain = {x: open_sources(files.tensors) for x, files in pair_of_experts.experts.items()}
+    down, up = make_pair(torch.Size(plain["low_noise"][f"{Q}.weight"].shape), 2)
     both, one = tmp_path / "both_high.safetensors", tmp_path / "one.safetensors"
-    name = "transformer{}.blocks.0.attn1.to_q.lora_{}.weight"
-    high = {name.format("", "A"): down, name.format("", "B"): up}
-    low = {name.format("_2", "A"): down.clone(), name.format("_2", "B"): 4 * up}
-    save_file(high | low, both)  # whatever its name
-    save_file(high, one)
-    values = {"lora": (str(both),), "lora_high_noise": (f"{one}=-2",)}
-    loras = lora.resolve_loras(values, pair_of_experts)
+    for high_prefix, low_prefix in (
+        ("transformer.", "transformer_2."),
+        ("pipe.dit.", "pipe.dit2."),
+        ("base_model.model.transformer.", "base_model.model.transformer_2."),
+        ("lora_transformer_", "lora_transformer_2_"),
+    ):
+        name = Q if high_prefix.endswith(".") else flatten(Q)
+        high, low = (
+            {f"{prefix}{name}.lora_A.weight": down, f"{prefix}{name}.lora_B.weight": factor * up}
+            for prefix, factor in ((high_prefix, 1), (low_prefix, 4))
+        )
+        save_file(high | {key: x.clone() for key, x in low.items()}, both)  # whatever its name
+        save_file(high, one)
+        values = {"lora": (str(both),), "lora_high_noise": (f"{one}=-2",)}
+        loras = lora.resolve_loras(values, pair_of_experts)
+        for expert, factor in {"high_noise": -1.0, "low_noise": 4.0}.items():
+            weight, changed = (
+                sources[f"{Q}.weight"].read(slice(None)).double()
+                for sources in (plain[expert], merge_loras(plain[expert], loras[expert]))
+            )
+            exact = weight + factor * up.double() @ down.double()
+            torch.testing.assert_close(changed, exact, **ROUNDED)
     with pytest.raises(InputError, match="both experts' tensors"):
         lora.resolve_loras({"lora_high_noise": (str(both),)}, pair_of_experts)
-    for expert, factor in {"high_noise": -1.0, "low_noise": 4.0}.items():
-        plain = open_sources(pair_of_experts.experts[expert].tensors)
-        weight = plain[f"{Q}.weight"].read(slice(None)).double()
-        changed = merge_loras(plain, loras[expert])[f"{Q}.weight"].read(slice(None))
-        exact = weight + factor * up.double() @ down.double()
-        torch.testing.assert_close(changed.double(), exact, **ROUNDED)
 
 
 Styles = Callable[..., dict[str, list[str]]]
@@ -186,10 +194,7 @@ def styles(pair_of_experts: Checkpoint, tmp_path: Path) -> Styles:
 
 def test_each_expert_gets_its_file_of_a_pair(styles: Styles) -> None:
     """`HIGH` names an expert as a separate word; `low_rank` and `HIGHWAY` name none."""
-    pairs = ("style_high", "style_low"), ("StyleHigh", "StyleLow"), ("fox_H", "fox_L")
-    pairs += ("h/x", "l/x"), ("A14B_HIGH_lora_rank_128_fp16", "A14B-4steps-lora_LOW_fp16")
-    pairs += (("wan2.2_t2v_A14b_rank64_1022_high_noise", "wan2.2_t2v_A14b_rank64_1022-LowNoise"),)
-    for names in pairs:
+    for names in (("A14B_HIGH_lora_rank_128", "A14B-4steps-lora_LOW"), ("h/x", "l/x")):
         expected = {"high_noise": [names[0]], "low_noise": [names[1]], "notices": []}
         assert styles(*names) == styles(*names[::-1]) == expected
         both = styles(*names, "i2v_low_rank_64", task="i2v")
@@ -301,6 +306,10 @@ BAD: dict[str, dict[str, Tensor]] = {
     "half of LoHa": {f"{Q}.hada_w1_a": B, f"{Q}.hada_w1_b": A},
     "half of LoKr": {f"{Q}.lokr_w1": B},
     "LoKr twice": {f"{Q}.lokr_w1": B, f"{Q}.lokr_w2": B, f"{Q}.lokr_w2_a": B},
+    "LoKr and a pair": PAIR
+    | {f"{Q}.lokr_w1": torch.ones(2, 2), f"{Q}.lokr_w2": torch.ones(48, 48)},
+    "LoHa and a pair": PAIR
+    | {f"{Q}.hada_w{i}_{x}": B if x == "a" else A for i in "12" for x in "ab"},
     "LoKr's shape": {f"{Q}.lokr_w1": torch.ones(2, 2), f"{Q}.lokr_w2": torch.ones(48, 47)},
     "OFT": {f"{Q}.oft_blocks": B},
     "LoCon": PAIR | {f"{Q}.lora_mid.weight": torch.ones(2, 3)},

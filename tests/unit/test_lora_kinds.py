@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,11 @@ from tests.lora_files import (
     LYCORIS,
     Q,
     make_layer,
+    make_pair,
     randomise,
     save_lycoris,
 )
-from tests.pipelines import build_quick_pipeline, generate_quick_latents
+from tests.pipelines import build_quick_pipeline
 from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_marks import quantise_state
 from wan.checkpoint import lora
@@ -71,30 +71,13 @@ def test_files_add_up_in_any_order(
         check_merged({name: merged}, {name: total}, weights)
 
 
-def test_rows_are_merged_in_tiles_that_do_not_depend_on_the_cut(
-    weights: dict[str, Tensor], dense: Checkpoint, tmp_path: Path
-) -> None:
-    """So that ranks that hold other rows compute the same bits."""
-    path, name = tmp_path / "x.safetensors", "time_projection.1.weight"
-    save_lycoris("LoRA", weights, path, ("time_projection.1",), "lycoris_")
-    (adapter,) = lora.resolve_loras({"lora": (str(path),)}, dense)["dit"]
-    base = open_sources(dense.experts["dit"].tensors)[name]
-    tiles = set[tuple[int, int]]()
-
-    def read(rows: slice) -> Tensor:
-        tiles.add((rows.start, rows.stop))
-        return base.read(rows)
-
-    source = merge_loras({name: replace(base, read=read)}, [adapter])[name]
-    for rows in (slice(None), slice(1, 300), slice(300, None)):
-        source.read(rows)
-    assert tiles == {(0, 256), (256, 512), (512, 576)}
-
-
 @pytest.mark.parametrize("kind", LYCORIS)
 @pytest.mark.filterwarnings("ignore")
 def test_lycoris(kind: str, weights: dict[str, Tensor], dense: Checkpoint, tmp_path: Path) -> None:
-    """Also at strength -2, which is -2 times the change; and bit-equal rows of any range."""
+    """Also at strength -2, which is -2 times the change.
+
+    Rows of any range have the same bits, so that ranks that hold other rows do, too.
+    """
     path = tmp_path / "x.safetensors"
     layers = (*LINEARS, CONVOLUTION, "time_projection.1")  # this one of three tiles of rows
     expected = save_lycoris(kind, weights, path, layers, "lycoris_")
@@ -166,7 +149,7 @@ def make_network(weights: dict[str, Tensor]) -> nn.Module:
 
 PEFT: dict[str, dict[str, Any]] = {
     "LoRA": {},
-    "rsLoRA": {"use_rslora": True, "alpha_pattern": {"q": 2}},
+    "rsLoRA": {"use_rslora": True, "alpha_pattern": {"q": 2}, "rank_pattern": {"ffn.0": 9}},
     "patterns": {
         "alpha_pattern": {".n.0": 9, "ffn.0": 5, "^blocks.1.*o": 2},
         "rank_pattern": {"q": 1},
@@ -250,6 +233,26 @@ def test_peft(kind: str, weights: dict[str, Tensor], dense: Checkpoint, tmp_path
         check_separate(read_lora_factors(adapter, lambda *_: torch.float32), scaled, weights)
 
 
+def test_two_biases_of_a_layer(
+    weights: dict[str, Tensor], dense: Checkpoint, tmp_path: Path
+) -> None:
+    """The bias of a pair, with the scale of the pair, and a difference of the bias."""
+    down, up = make_pair(weights[f"{Q}.weight"].shape, 3)
+    biases = torch.randn(2, len(up), generator=torch.Generator().manual_seed(0))
+    tensors = {
+        f"{Q}.lora_A.weight": down,
+        f"{Q}.lora_B.weight": up,
+        f"{Q}.alpha": torch.tensor(6.0),
+    }
+    tensors |= {f"{Q}.lora_B.bias": biases[0].clone(), f"{Q}.diff_b": biases[1].clone()}
+    save_file(tensors, tmp_path / "x.safetensors")
+    changes = {"weight": up.double() @ down.double(), "bias": biases[0] + 0.5 * biases[1].double()}
+    expected = {f"{Q}.{name}": weights[f"{Q}.{name}"].double() + x for name, x in changes.items()}
+    sources, adapter = open_merged(tmp_path / "x.safetensors", dense, 0.5)
+    check_merged(sources, expected, weights)
+    check_separate(read_lora_factors(adapter, lambda *_: torch.float32), expected, weights)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_all_kinds_of_both_libraries() -> None:
@@ -263,34 +266,19 @@ def test_all_kinds_of_both_libraries() -> None:
         assert row.text == expected["text"] or "scikit-learn" in row.text, row
 
 
-@pytest.fixture(scope="module")
-def fp8(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The tiny checkpoint with scaled FP8 weights."""
-    folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path_factory.mktemp("fp8") / "t2v-1.3B"))
-    file = folder / "diffusion_pytorch_model.safetensors"
-    save_file(quantise_state(load_file(file), "float8")[0], file)
-    return folder
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_runs_with_kept_weights(
-    fp8: Path, weights: dict[str, Tensor], tmp_path: Path, one_thread: None
+def test_dora_of_kept_weights_is_refused(
+    weights: dict[str, Tensor], tiny: Any, tmp_path: Path
 ) -> None:
-    """The latents of merged weights; DoRA is refused before anything is loaded."""
-    path, arguments = tmp_path / "x.safetensors", ["--sample_steps", "1", "--precision", "fp32"]
-    plain = generate_quick_latents(fp8, *arguments)
-    for kind, offload in (("LoKr", "false"), ("LoHa", "block"), ("GLoRA", "block")):
-        save_lycoris(kind, weights, path, LINEARS)
-        flags = [*arguments, "--lora", f"{path}=0.2", "--offload_model", offload]
-        merged = generate_quick_latents(fp8, *flags, "--fp8_weights", "upcast")
-        kept = generate_quick_latents(fp8, *flags, "--fp8_weights", "keep")
-        assert (kept - merged).abs().max() <= 1e-5 * merged.abs().max(), kind
-        assert (plain - merged).abs().max() > 1e-3
+    """Before anything is loaded; upcast weights take it."""
+    folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "t2v-1.3B"))
+    file, path = folder / "diffusion_pytorch_model.safetensors", tmp_path / "x.safetensors"
+    save_file(quantise_state(load_file(file), "float8")[0], file)
     save_lycoris("DoRA of rows", weights, path, LINEARS)
-    flags = [*arguments, "--lora", str(path)]
-    build_quick_pipeline(fp8, *flags, "--fp8_weights", "upcast")
+    flags = ["--lora", str(path), "--fp8_weights"]
+    build_quick_pipeline(folder, *flags, "upcast")
     messages = {
-        setting: get_refusal(build_quick_pipeline, fp8, *flags, "--fp8_weights", setting)
+        setting: get_refusal(build_quick_pipeline, folder, *flags, setting)
         for setting in ("keep", "auto", "multiply")
     }
     check_refusals("LoRA: DoRA of kept weights", messages)

@@ -106,14 +106,20 @@ def test_a_configuration_among_other_files_is_adapter_models(
 
 
 def check_factors(
-    path: Path, dense: Checkpoint, factors: Mapping[str, float], down: Tensor, up: Tensor
+    path: Path,
+    checkpoint: Checkpoint,
+    factors: Mapping[str, float],
+    down: Tensor,
+    up: Tensor,
+    expert: str = "dit",
 ) -> None:
     """The merged weights are the checkpoint's and a multiple of the pair."""
-    actual, plain = merge_file(path, dense), open_sources(dense.experts["dit"].tensors)
+    plain = open_sources(checkpoint.experts[expert].tensors)
+    merged = merge_loras(plain, lora.resolve_loras({"lora": (str(path),)}, checkpoint)[expert])
     for layer, factor in factors.items():
-        weight = plain[f"{layer}.weight"].read(slice(None)).double()
+        weight, actual = (x[f"{layer}.weight"].read(slice(None)).double() for x in (plain, merged))
         exact = weight + factor * up.double() @ down.double()
-        torch.testing.assert_close(actual[f"{layer}.weight"].double(), exact, atol=1e-9, rtol=2e-7)
+        torch.testing.assert_close(actual, exact, atol=1e-9, rtol=2e-7)
 
 
 def test_alphas_of_layers_count_before_those_of_peft(dense: Checkpoint, tmp_path: Path) -> None:
@@ -133,27 +139,6 @@ def test_alphas_of_layers_count_before_those_of_peft(dense: Checkpoint, tmp_path
     check_factors(path, dense, {Q: 6 / 4, V: 2 / 4}, down, up)
     save_file(tensors, path)
     check_factors(path, dense, {Q: 6 / 4, V: 1}, down, up)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_alphas_beside_the_rslora_of_peft(dense: Checkpoint, tmp_path: Path) -> None:
-    """PEFT's own scale of a layer with a pattern and one without, if a program adds alphas."""
-    from peft import LoraConfig, get_peft_model
-
-    network: Any = torch.nn.ModuleDict({"q": torch.nn.Linear(96, 96), "v": torch.nn.Linear(96, 96)})
-    pattern = {"rank_pattern": {"v": 9}, "alpha_pattern": {"v": 5}}
-    config = LoraConfig(r=4, lora_alpha=6, target_modules=["q", "v"], use_rslora=True, **pattern)
-    model: Any = get_peft_model(network, config)
-    scales = {x: model.base_model.model[x].scaling["default"] for x in "qv"}
-    model.save_pretrained(tmp_path)
-    path = tmp_path / "adapter_model.safetensors"
-    for layer, name, rank, alpha in ((Q, "q", 4, 6.0), (V, "v", 9, 5.0)):
-        down, up = make_pair(torch.Size((96, 96)), rank)
-        tensors = {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
-        save_file(tensors | {f"{layer}.alpha": torch.tensor(alpha)}, path)
-        check_factors(path, dense, {layer: scales[name]}, down, up)
-        save_file(tensors, path)
-        check_factors(path, dense, {layer: scales[name]}, down, up)
 
 
 def test_adapter_config_counts_before_the_metadata(dense: Checkpoint, tmp_path: Path) -> None:
@@ -181,13 +166,8 @@ def test_the_metadata_of_each_expert_is_its_own(
         settings: dict[str, Any] = {"transformer.lora_alpha": 2, "transformer.use_rslora": False}
         settings |= {"transformer_2.lora_alpha": 8, "transformer_2.use_rslora": stabilised}
         path = save_with_settings(tensors, tmp_path / "x.safetensors", settings)
-        loras = lora.resolve_loras({"lora": (str(path),)}, pair_of_experts)
-        for expert, expected_factor in (("high_noise", 2 / 4), ("low_noise", factor)):
-            plain = open_sources(pair_of_experts.experts[expert].tensors)
-            weight = plain[f"{Q}.weight"].read(slice(None)).double()
-            exact = weight + expected_factor * up.double() @ down.double()
-            actual = merge_loras(plain, loras[expert])[f"{Q}.weight"].read(slice(None))
-            torch.testing.assert_close(actual.double(), exact, atol=1e-9, rtol=1.2e-7)
+        check_factors(path, pair_of_experts, {Q: 2 / 4}, down, up, "high_noise")
+        check_factors(path, pair_of_experts, {Q: factor}, down, up, "low_noise")
 
 
 def test_ranks_compare_content_and_strength_and_no_folders(tiny: Any, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ _SUFFIXES = (*SAFETENSORS_SUFFIXES, *PICKLE_SUFFIXES)
 MAX_ABS = 1e6  # of a strength or an alpha; larger ones may overflow
 _MODULE_WORDS = re.compile(r"[._](processor|base_layer|modules_to_save\.[^.]+)[._]")
 _IMAGE_INPUT = "img_emb."  # parameters of networks that read CLIP's embeddings of an image
+_PAIR_ROLES = {"up", "down", "core", "base_up", "base_down"}
 _CONVERT = "convert its names to those of docs/few_step.md"
 _MISFIT = "it was made for another model, or is damaged"
 
@@ -323,7 +324,19 @@ class LoraReader:
             yield parameter, replace(full, operation="replace") if "whole" in role else full
 
     def make_deltas(self, tensors: Mapping[str, TensorInfo]) -> list[WeightDelta]:
-        """Returns a layer's LoRA, LoHa, LoKr or GLoRA, unscaled; [] if it has none."""
+        """Returns a layer's LoRA, LoHa, LoKr or GLoRA, unscaled; [] if it has none.
+
+        Raises:
+            InputError: The layer has two of them, or a part of one.
+        """
+        names = {
+            role[:4] if role[:4] in ("lokr", "hada") else "pair": info.name
+            for role, info in tensors.items()
+            if role in _PAIR_ROLES or role.startswith(("lokr", "hada"))
+        }
+        if len(names) > 1:
+            why = f"has {' and '.join(names.values())}, LoRAs of two kinds for one layer"
+            raise self.make_error(why, "keep one of them")
         if any(role.startswith("lokr") for role in tensors):
             w1 = self.make_matrix(tensors, "lokr_w1", "lokr_w1_a", "lokr_w1_b")
             w2 = self.make_matrix(tensors, "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
@@ -335,7 +348,7 @@ class LoraReader:
             ]
             return [WeightDelta(1.0, tuple(factors), "hadamard")]
         deltas = []
-        if tensors.keys() & {"up", "down", "core", "base_up", "base_down"}:
+        if tensors.keys() & _PAIR_ROLES:
             deltas.append(WeightDelta(1.0, (self.make_matrix(tensors, "", "up", "down", "core"),)))
         if tensors.keys() & {"base_up", "base_down"}:
             matrix = self.make_matrix(tensors, "", "base_up", "base_down")
