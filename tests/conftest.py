@@ -241,15 +241,20 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(shared_folder: Path) -> Tiny:
     """tiny(task, layout="official"): a complete random checkpoint folder. Do not write into it.
 
-    Each is made once: all workers of a run share one folder.
+    Each is made once: all workers of a run share one folder. Its VAE is half as wide as usual.
     """
-    from wan.testing.random_checkpoint import make_checkpoint
+    from wan.testing import random_checkpoint
 
     def make(task: str, layout: str = "official") -> Path:
         folder = shared_folder / "checkpoints" / f"{task}-{layout}"
         folder.parent.mkdir(exist_ok=True)
         with lock_file(folder.with_suffix(".lock")):
-            return folder if folder.exists() else make_checkpoint(task, folder, layout=layout)
+            if not folder.exists():
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(random_checkpoint, "VAE_BASE", 4)
+                    patch.setattr(random_checkpoint, "VAE_DECODER_BASE", (4, 5))
+                    random_checkpoint.make_checkpoint(task, folder, layout=layout)
+            return folder
 
     return make
 
