@@ -245,6 +245,8 @@ def tiny(shared_folder: Path) -> Tiny:
     """
     from wan.testing import random_checkpoint
 
+    make_checkpoint = random_checkpoint.make_checkpoint  # `refusals` replaces it
+
     def make(task: str, layout: str = "official") -> Path:
         folder = shared_folder / "checkpoints" / f"{task}-{layout}"
         folder.parent.mkdir(exist_ok=True)
@@ -253,7 +255,7 @@ def tiny(shared_folder: Path) -> Tiny:
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(random_checkpoint, "VAE_BASE", 4)
                     patch.setattr(random_checkpoint, "VAE_DECODER_BASE", (4, 5))
-                    random_checkpoint.make_checkpoint(task, folder, layout=layout)
+                    make_checkpoint(task, folder, layout=layout)
             return folder
 
     return make
