@@ -193,9 +193,10 @@ CHANGES: dict[str, tuple[str, Change]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_file_makes_its_clip_again(change: str, chain: TwoClipRun) -> None:
-    name, make = CHANGES[change]
-    make(chain.make_clip_files().folder / name)
-    assert chain.make_clip_files().count_finished() == 1
+    """And that of a state from which a third clip cannot start."""
+    (name, make), files = CHANGES[change], chain.make_clip_files("--num_clip", 3)
+    make(files.folder / name)
+    assert files.count_finished() == 1
 
 
 def test_of_large_states_the_last_one_is_kept(
