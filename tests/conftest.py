@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,18 @@ def tiny(shared_folder: Path) -> Tiny:
                     patch.setattr(random_checkpoint, "VAE_DECODER_BASE", (4, 5))
                     make_checkpoint(task, folder, layout=layout)
             return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def usual_tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """As `tiny`, with VAEs of the usual width, for tests of this width."""
+    from wan.testing.random_checkpoint import make_checkpoint
+
+    @cache
+    def make(task: str, layout: str = "official") -> Path:
+        return make_checkpoint(task, tmp_path_factory.mktemp("usual") / task, layout=layout)
 
     return make
 

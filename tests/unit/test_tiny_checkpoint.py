@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +37,9 @@ EACH_TASK = pytest.mark.parametrize(
 Make = Callable[[str, str], Path]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Random checkpoints with VAEs of the usual width."""
-
-    @cache
-    def make(task: str, layout: str = "official") -> Path:
-        folder = tmp_path_factory.mktemp("tiny") / f"{task}-{layout}"
-        return make_checkpoint(task, folder, layout=layout)
-
-    return make
+@pytest.fixture(scope="session")
+def tiny(usual_tiny: Any) -> Any:
+    return usual_tiny
 
 
 @pytest.fixture

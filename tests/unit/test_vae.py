@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,22 +20,14 @@ from wan.modules.vae.video_vae import (
     VideoVAE,
     build_published_vae,
 )
-from wan.testing.random_checkpoint import make_checkpoint
 
 FILES = {"2.1": ("t2v-A14B", "Wan2.1_VAE.pth"), "2.2": ("ti2v-5B", "Wan2.2_VAE.pth")}
 VERSION = pytest.mark.parametrize("version", FILES)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Random checkpoints with VAEs of the usual width."""
-
-    @cache
-    def make(task: str, layout: str = "official") -> Path:
-        folder = tmp_path_factory.mktemp("tiny") / f"{task}-{layout}"
-        return make_checkpoint(task, folder, layout=layout)
-
-    return make
+@pytest.fixture(scope="session")
+def tiny(usual_tiny: Any) -> Any:
+    return usual_tiny
 
 
 def make_diffusers_vae(version: str, base: int = 8, decoder_base: int = 8) -> Any:
