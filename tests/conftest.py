@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -241,15 +242,34 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(shared_folder: Path) -> Tiny:
     """tiny(task, layout="official"): a complete random checkpoint folder. Do not write into it.
 
-    Each is made once: all workers of a run share one folder.
+    Each is made once: all workers of a run share one folder. Its VAE is half as wide as usual.
     """
-    from wan.testing.random_checkpoint import make_checkpoint
+    from wan.testing import random_checkpoint
+
+    make_checkpoint = random_checkpoint.make_checkpoint  # `refusals` replaces it
 
     def make(task: str, layout: str = "official") -> Path:
         folder = shared_folder / "checkpoints" / f"{task}-{layout}"
         folder.parent.mkdir(exist_ok=True)
         with lock_file(folder.with_suffix(".lock")):
-            return folder if folder.exists() else make_checkpoint(task, folder, layout=layout)
+            if not folder.exists():
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(random_checkpoint, "VAE_BASE", 4)
+                    patch.setattr(random_checkpoint, "VAE_DECODER_BASE", (4, 5))
+                    make_checkpoint(task, folder, layout=layout)
+            return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def usual_tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """As `tiny`, with VAEs of the usual width, for tests of this width."""
+    from wan.testing.random_checkpoint import make_checkpoint
+
+    @cache
+    def make(task: str, layout: str = "official") -> Path:
+        return make_checkpoint(task, tmp_path_factory.mktemp("usual") / task, layout=layout)
 
     return make
 

@@ -1,8 +1,8 @@
 """Compares refusals with `refusals.txt`: each refusal is one sentence.
 
-Tests list the refused cases; the sentences are in one file, where they can be read as prose. After
-a change of wording, `WRITE_REFUSALS=1 python -m pytest FILE` rewrites the sentences of FILE: review
-the diff.
+Tests list the refused cases; the sentences are in one file, where they can be read as prose: a line
+for each rule of a table, with the names of all cases that it refuses. After a change of wording,
+`WRITE_REFUSALS=1 python -m pytest FILE` rewrites the sentences of FILE: review the diff.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ LOCAL = {
     r"\(Error opening [^)]*\)": "(what ffmpeg says)",
     r"[\x00-\x08\x7f]": "?",  # control characters, which editors do not show
 }
+_VERBS = "must|is|are|has|have|does|needs|names|holds|cannot"
 _SENTENCE = re.compile(r".*[^\s.][.?]")
 
 
@@ -51,11 +52,11 @@ def check_refusals(table: str, sentences: Mapping[str, str], hide: Sequence[str]
     assert not wrong, f"not one sentence in {table}: {wrong}"
     tables = _read_tables()
     if os.environ.get("WRITE_REFUSALS"):
-        _write_tables(tables | {table: texts})
+        _write_tables(tables | {table: _format_lines(texts)})
         return
-    expected = tables.get(table, {})
+    expected, actual = tables.get(table, []), _format_lines(texts)
     changed = difflib.unified_diff(
-        _format_lines(expected), _format_lines(texts), FILE.name, "said now", "", "", 0
+        sorted(expected), sorted(actual), FILE.name, "said now", "", "", 0
     )
     difference = "\n".join(changed)
     assert not difference, f"{table}; see tests/refusals.py\n{difference}"
@@ -72,21 +73,27 @@ def get_refusal(
     return ""
 
 
-def _format_lines(cases: Mapping[str, str]) -> list[str]:
-    return [f"{case}: {text}" for case, text in sorted(cases.items())]
+def _find_rule(sentence: str) -> str:
+    """Returns a sentence without its values, which differ between the cases of a rule."""
+    words = re.sub(r"[^ ,;]*[\d/_=*\"'\[\]{}`][^ ,;]*|--\S+", "#", sentence)
+    words = re.sub(rf"^(# )(.*?)(?= (?:{_VERBS}) )", "#", words)
+    return re.sub(r"#([ ,]+(and |or )?#)*", "#", words)
 
 
-def _read_tables() -> dict[str, dict[str, str]]:
-    tables: dict[str, dict[str, str]] = {}
-    for part in FILE.read_text().split("\n\n") if FILE.exists() else []:
-        head, *lines = part.strip().splitlines()
-        pairs = zip(lines[::2], lines[1::2], strict=True)
-        tables[head.strip("[]")] = {case.strip(): text.strip() for case, text in pairs}
-    return tables
+def _format_lines(texts: Mapping[str, str]) -> list[str]:
+    """Returns a line for each rule: the sentence of one case, and the names of all."""
+    rules: dict[str, list[str]] = {}
+    for case, text in sorted(texts.items()):
+        rules.setdefault(_find_rule(text), []).append(case)
+    return [f"{texts[cases[0]]}  ({' | '.join(cases)})" for cases in rules.values()]
 
 
-def _write_tables(tables: Mapping[str, Mapping[str, str]]) -> None:
-    parts = []
-    for head, cases in sorted(tables.items()):
-        parts.append(f"[{head}]\n" + "".join(f"  {c}\n    {t}\n" for c, t in cases.items()))
-    FILE.write_text("\n".join(parts))
+def _read_tables() -> dict[str, list[str]]:
+    parts = FILE.read_text().split("\n\n") if FILE.exists() else []
+    sections = (part.strip().split("\n") for part in parts)
+    return {head.strip("[]"): lines for head, *lines in sections}
+
+
+def _write_tables(tables: Mapping[str, Sequence[str]]) -> None:
+    parts = ("\n".join((f"[{head}]", *lines)) for head, lines in sorted(tables.items()))
+    FILE.write_text("\n\n".join(parts) + "\n")

@@ -117,7 +117,8 @@ def list_file_kinds() -> Iterable[Row]:
     text = _SENTENCES.read_text(encoding="utf-8")
     for kind, table, case in _FILE_KINDS:
         section = text.partition(f"[{table}]\n")[2].partition("\n\n")[0]
-        sentence = f"{section}\n".partition(f"  {case}\n    ")[2].partition("\n")[0]
+        lines = (line.rpartition("  (") for line in section.splitlines())
+        sentence = next(x for x, _, cases in lines if case in cases[:-1].split(" | "))
         yield kind, sentence.replace("TMP/", "").replace("|", "\\|").replace("*", "\\*")
 
 

@@ -1,4 +1,4 @@
-"""Random input of every front end is accepted, or refused in a sentence without a traceback."""
+"""Random input of the command line is accepted, or refused in a sentence without a traceback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import save
 
-import wan
 from tests.pipelines import fail_on_demo
 from wan.app import flag_parser, prompt_file
 from wan.app.resolve import resolve_command_line
@@ -35,7 +33,6 @@ RAW: tuple[Any, ...] = (
 )
 EXCLUDED_FLAGS = {"use_prompt_extend", "decode_latents", "from_json", "prompt_file", "trace"}
 NAMES = [name for name in FLAGS if name not in EXCLUDED_FLAGS]
-LAYER = "blocks.0.self_attn.q"
 _DEFECT = re.compile(r"\b\w+(Error|Exception)\(")
 
 
@@ -71,17 +68,6 @@ class Attacks:
         self.folder = folder
         self.checkpoint = make_checkpoint("t2v-A14B", folder / "tiny")
 
-    @cached_property
-    def model(self) -> Any:
-        return wan.WanT2V("t2v-A14B", self.checkpoint)
-
-    @cached_property
-    def pipe(self) -> Any:
-        from diffusers import WanPipeline
-
-        checkpoint = make_checkpoint("t2v-A14B", self.folder / "diffusers", layout="diffusers")
-        return WanPipeline.from_pretrained(checkpoint)
-
     def flags(self, draw: random.Random) -> None:
         names = draw.sample(NAMES, draw.randint(1, 5))
         argv = [part for name in names for part in (f"--{name}", draw_value(name, draw))]
@@ -106,24 +92,6 @@ class Attacks:
             arguments, lambda shared: lambda line: resolve_plan({**shared, **line})
         )
 
-    def lora(self, draw: random.Random) -> None:
-        size = draw.choice((240, 240, 3))
-        tensors = {f"{LAYER}.lora_A.weight": torch.ones(2, size)}
-        tensors[f"{LAYER}.lora_B.weight"] = torch.ones(240, draw.choice((2, 2, 1)))
-        alpha = draw.choice((None, float("nan"), 1e38, 2.0))
-        tensors |= {} if alpha is None else {f"{LAYER}.alpha": torch.tensor(alpha)}
-        metadata = {"lora_adapter_metadata": json.dumps({"lora_alpha": draw.choice(RAW)})}
-        name = draw.choice(("x", "x_high_noise", "i2v_LowNoise"))
-        path = self.folder / f"{name}.safetensors"
-        path.write_bytes(damage_bytes(save(tensors, draw.choice((None, metadata))), draw))
-        argument = f"{path}{draw.choice(('', '=0.5', '=1e308', '=nan', '=x'))}"
-        flag = draw.choice(("lora", "lora", "lora_high_noise", "lora_low_noise"))
-        resolve_plan(
-            flag_parser.parse_flags(
-                ["--plan", "--ckpt_dir", str(self.checkpoint), f"--{flag}", argument]
-            )
-        )
-
     def latents(self, draw: random.Random) -> None:
         settings: Any = {"task": "t2v-A14B", "ckpt_dir": str(self.checkpoint)}
         for name in draw.sample([*FLAGS, "x"], draw.randint(0, 3)):
@@ -134,34 +102,6 @@ class Attacks:
         path = self.folder / "l.safetensors"
         path.write_bytes(damage_bytes(content, draw))
         resolve_command_line(flag_parser.parse_flags(["--decode_latents", str(path)]), fail_on_demo)
-
-    def python(self, draw: random.Random) -> None:
-        names = draw.sample(["input_prompt", "seed", "shift", "sampling_steps", *FLAGS], 3)
-        call = {
-            name: draw.choice((draw_value(name, draw) if name in FLAGS else 1, draw.choice(RAW)))
-            for name in names
-        }
-        if draw.random() < 0.5:
-            self.model.generate_many(draw.choice(([{"input_prompt": "a"} | call], [call], *RAW)))
-        else:
-            wan.WanT2V("t2v-A14B", draw.choice((self.checkpoint, *ODD)), **call)
-
-    def diffusers(self, draw: random.Random) -> None:
-        from wan.diffusers import KEYWORDS, apply_cache_on_pipe, deparallelize, parallelize_pipe
-
-        names = draw.sample([*sorted(KEYWORDS), "x"], draw.randint(1, 3))
-        kwargs = {
-            name: draw.choice((draw_value(name, draw) if name in FLAGS else 1, draw.choice(RAW)))
-            for name in names
-        }
-        try:
-            if draw.random() < 0.5:
-                parallelize_pipe(self.pipe, **kwargs)
-            else:
-                policy = draw.choice(("none", "first_block", "mag", "tea", "steps:0", "cfg", *RAW))
-                apply_cache_on_pipe(self.pipe, policy, threshold=draw.choice(RAW))
-        finally:
-            deparallelize(self.pipe)
 
     def any(self, draw: random.Random) -> tuple[str, bool]:
         """Makes one random input; returns its kind and whether it was accepted."""
@@ -177,7 +117,7 @@ class Attacks:
         return kind, True
 
 
-KINDS = ("flags", "record", "line", "lora", "latents", "python", "diffusers")
+KINDS = ("flags", "record", "line", "latents")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.pipelines import resolve_argv
 from wan.app import batch_job
@@ -25,6 +25,8 @@ from wan.settings.command import Loras
 from wan.settings.fields import list_options
 from wan.settings.flags import FLAGS
 from wan.tasks.base import Clip
+
+Change = Callable[[Path], object]
 
 # Clips. A run reuses the clips of another run if it would generate the same.
 
@@ -48,7 +50,8 @@ class TwoClipRun:
     def make_clip_files(self, *flags: object, strength: float = 0.5) -> ClipFiles:
         """Returns the clips of the run; the last of repeated flags counts."""
         argv = ["--task", "i2v-A14B", "--size", "32*32", "--frame_num", "9", "--num_clip", "2"]
-        argv += ["--sample_steps", "2", "--chain", "latent", "--base_seed", "7", "--prompt", "x"]
+        argv += ["--sample_steps", "2", "--chain", "latent", "--base_seed", "7"]
+        argv += [] if "--clip_prompts" in flags else ["--prompt", "x"]
         argv += ["--lora", f"{self.lora}={strength}", "--image", str(self.image)]
         argv += ["--save_file", str(self.folder / "v.mp4")]
         return ClipFiles(resolve_argv([*argv, *flags]))
@@ -147,13 +150,70 @@ def test_another_file_of_a_lora_makes_clips_again(chain: TwoClipRun) -> None:
     assert chain.make_clip_files("--lora_high_noise", chain.lora).count_finished() == 0
 
 
-def test_a_changed_state_makes_its_clip_again(chain: TwoClipRun) -> None:
-    """Its metadata are those of the clip."""
-    path = chain.make_clip_files().folder / "0002.safetensors"
-    with safe_open(path, "pt") as file:
-        metadata, end = file.metadata(), file.get_tensor("end")
-    save_file({"end": end + 1e-3}, path, metadata)
-    assert chain.make_clip_files().count_finished() == 1
+def test_another_image_or_prompt_makes_clips_again(
+    chain: TwoClipRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "wan")
+    flags = ["--num_clip", "3", "--clip_prompts", "x", "y", "z"]
+    assert chain.make_clip_files(*flags).count_finished() == 1
+    assert "clip 2 is generated again, because it differs in prompt." in caplog.text
+    Image.new("RGB", (32, 32), "blue").save(chain.image)
+    assert chain.make_clip_files().count_finished() == 0
+    reason = "because it differs in the content of --image"
+    assert f"clip 1 is generated again, {reason}" in caplog.text
+
+
+def alter_state(change: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> Change:
+    """Returns a function that changes the tensors of a clip state and keeps its metadata."""
+
+    def alter(path: Path) -> None:
+        with safe_open(path, "pt") as file:
+            metadata, end = file.metadata(), file.get_tensor("end")
+        save_file(change(end), path, metadata)
+
+    return alter
+
+
+def replace_by_first_clip(path: Path) -> None:
+    shutil.copy(path.with_name(f"0001{path.suffix}"), path)
+
+
+CHANGES: dict[str, tuple[str, Change]] = {
+    "no clip": ("0002.mp4", Path.unlink),
+    "another clip": ("0002.mp4", replace_by_first_clip),
+    "no state": ("0002.safetensors", Path.unlink),
+    "half a state": ("0002.safetensors", lambda x: x.write_bytes(x.read_bytes()[:-8])),
+    "another state": ("0002.safetensors", replace_by_first_clip),
+    "other values": ("0002.safetensors", alter_state(lambda end: {"end": end + 1e-3})),
+    "another shape": ("0002.safetensors", alter_state(lambda end: {"end": end[..., None]})),
+    "another dtype": ("0002.safetensors", alter_state(lambda end: {"end": end.int()})),
+    "another name": ("0002.safetensors", alter_state(lambda end: {"x": end})),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_file_makes_its_clip_again(change: str, chain: TwoClipRun) -> None:
+    """And that of a state from which a third clip cannot start."""
+    (name, make), files = CHANGES[change], chain.make_clip_files("--num_clip", 3)
+    make(files.folder / name)
+    assert files.count_finished() == 1
+
+
+def test_of_large_states_the_last_one_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last clip can be continued. Without it, nothing is left from which to continue."""
+    monkeypatch.setattr("wan.app.clip_store._MAX_KEPT_STATE", 0)
+    run = TwoClipRun(tmp_path / "here")
+    run.write_clips()
+    files = run.make_clip_files("--num_clip", 3)
+    assert [len(load_file(files.folder / f"000{n}.safetensors")) for n in (1, 2)] == [0, 1]
+    assert files.count_finished() == 2
+    last_state = files.read_last_state(2)
+    assert last_state is not None and (last_state == 2).all()
+    (files.folder / "0002.mp4").unlink()
+    caplog.set_level("INFO", "wan")
+    assert files.count_finished() == 0 and "clips 1 to 1 are generated again" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["0002.mp4", "0002.safetensors"])

@@ -27,6 +27,15 @@ def pad_prompt_embeds(embeds: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: F.pad(x, (0, 0, 0, 512 - len(x)))[None] for name, x in embeds.items()}
 
 
+def make_diffusers_call(has_two_experts: bool) -> dict[str, Any]:
+    """Make the arguments of diffusers' pipelines that all comparisons of whole runs share."""
+    guidance = {"guidance_scale": 5.0}
+    if has_two_experts:
+        guidance = {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
+    embeds = pad_prompt_embeds(make_prompt_embeds())
+    return {**guidance, **embeds, "num_frames": 9, "output_type": "latent"}
+
+
 class SampleRecorder:
     """Makes each block's attention; `samples` has the sample index of each call."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from diffusers import WanAnimateTransformer3DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from tests.numerics.official import distance
 from tests.numerics.procedural import make_procedural_tensor
 from tests.numerics.test_animate import animate, load_inputs, load_state, read_json
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint import keymaps, lora
+from wan.checkpoint import lora
 from wan.checkpoint.layout import check_task, inspect_checkpoint
 from wan.checkpoint.load import ModelSpec
 from wan.checkpoint.merge_lora import merge_loras
@@ -59,20 +57,6 @@ def write_single_file(tensors: dict[str, Tensor], folder: Path, prefix: str = ""
     return folder
 
 
-def quantize_to_fp8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Quantize as ComfyUI's FP8: one scale for each matrix of the blocks and adapters."""
-    scaled_tensors: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        layer = name.removesuffix(".weight")
-        if tensor.dim() == 2 and name.startswith(("blocks.", "face_adapter.")):
-            scale = tensor.abs().max().float() / 448
-            scaled_tensors[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
-            scaled_tensors[f"{layer}.scale_weight"] = scale.reshape(1)
-        else:
-            scaled_tensors[name] = tensor
-    return scaled_tensors
-
-
 WRITERS: dict[str, Callable[[dict[str, Tensor], Path], Path]] = {
     "single": write_single_file,
     "ComfyUI": partial(write_single_file, prefix="model.diffusion_model."),
@@ -91,51 +75,6 @@ def test_layouts(tiny: Any, tmp_path: Path) -> None:
         actual = load_dit(write(stored, tmp_path / name)).state_dict()
         assert actual.keys() == expected.keys(), name
         assert all(torch.equal(actual[key], expected[key]) for key in actual), name
-
-
-def test_fp8_file(tiny: Any, tmp_path: Path) -> None:
-    official = stored_state(tiny("animate-14B"))
-    stored = quantize_to_fp8(official)
-    state_dict = load_dit(write_single_file(stored, tmp_path / "files")).state_dict()
-    for name in ("blocks.0.self_attn.q.weight", KEYS_AND_VALUES):
-        scale = stored[name.replace(".weight", ".scale_weight")]
-        assert torch.equal(state_dict[name], stored[name].float() * scale)
-    assert torch.equal(
-        state_dict["motion_encoder.dec.direction.weight"],
-        official["motion_encoder.dec.direction.weight"].float(),
-    )
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_diffusers_folder(tiny: Any) -> None:
-    """Against diffusers' network from the same folder; this also tests the mapping of names."""
-    folder = tiny("animate-14B", "diffusers")
-    diffusers_model: Any = WanAnimateTransformer3DModel.from_pretrained(
-        folder / "transformer", torch_dtype=torch.float32
-    ).eval()
-    model, official_state = load_dit(folder), load_dit(tiny("animate-14B")).state_dict()
-    names = {keymaps.rename_dit_to_official(name) for name in diffusers_model.state_dict()}
-    names = {
-        name.replace("linear1_k.", "linear1_kv.") for name in names if "linear1_v." not in name
-    }
-    assert names == {name for name in official_state if not name.endswith(".kernel")}
-    assert all(torch.equal(x, official_state[name]) for name, x in model.state_dict().items())
-    generator = torch.Generator().manual_seed(3)
-    x, y = (torch.randn(c, 3, 6, 10, generator=generator) for c in (16, 20))
-    pose, text = (
-        torch.randn(1, 16, 2, 6, 10, generator=generator),
-        torch.randn(7, 64, generator=generator),
-    )
-    clip_features = torch.randn(1, 257, 160, generator=generator)
-    faces = torch.rand(1, 3, 5, 512, 512, generator=generator) * 2 - 1
-    timestep = torch.tensor([500])
-    out = model([x], timestep, clip_features, [text], 45, [y], pose, faces)[0]
-    padded = F.pad(text, (0, 0, 0, 512 - len(text)))[None]
-    expected = diffusers_model(
-        torch.cat((x, y))[None], timestep, padded, clip_features, pose, faces
-    ).sample[0]
-    assert distance(out, expected) <= 1e-4  # their sinusoid is float32
 
 
 def test_damaged_keys_and_values(tiny: Any, tmp_path: Path) -> None:

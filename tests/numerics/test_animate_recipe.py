@@ -19,7 +19,6 @@ from tests.numerics.plain import (
     silu,
     tiny,
 )
-from tests.numerics.recorded import STEP, SampleRecorder
 from tests.refusals import check_refusals, get_refusal
 from wan.modules.animate import MotionEncoder, WanAnimateModel
 from wan.modules.interfaces import ModelComponents
@@ -132,50 +131,6 @@ def test_network() -> None:
             for model in (models[0], models[1], models[1]):
                 actual = model([x], t, context=[text], seq_len=99, **branch_inputs)[0]
                 assert (actual - expected).abs().max() <= 2e-5
-
-
-@torch.no_grad()
-def test_one_input_changes() -> None:
-    """Inputs change one by one, as between clips, where some tensors stay the same object."""
-    model, plain = make_network(text_kv_cache=True), PlainAnimate()
-    x, text, inputs = make_scene(2, (4, 4))
-    other_inputs = make_scene(2, (4, 4), seed=9)[2]
-    for case in (inputs, *({**inputs, name: other_inputs[name]} for name in inputs), inputs):
-        actual = model([x], torch.tensor([500]), context=[text], seq_len=99, **case)[0]
-        assert (actual - plain(x, 500, text, case)).abs().max() <= 2e-5
-
-
-@torch.no_grad()
-def test_two_samples_of_one_forward() -> None:
-    """Two samples with different poses and faces, with and without cached features."""
-    samples, plain, t = SampleRecorder(), PlainAnimate(), torch.tensor([300, 900])
-    model = make_network(text_kv_cache=True, attention=samples)
-    pair = [make_scene(2, (4, 4), seed) for seed in (3, 4)]
-    pair[1][2]["clip_fea"] = pair[0][2]["clip_fea"]
-    inputs = {"clip_fea": pair[0][2]["clip_fea"], "y": [sample[2]["y"][0] for sample in pair]}
-    for name in ("pose_latents", "face_pixel_values"):
-        inputs[name] = torch.cat([sample[2][name] for sample in pair])
-    x, texts = [sample[0] for sample in pair], [sample[1] for sample in pair]
-    for _ in range(2):
-        outputs = model(x, t, context=texts, seq_len=99, **inputs, step=STEP)
-        for output, (latents, text, sample_inputs), timestep in zip(
-            outputs, pair, t.tolist(), strict=True
-        ):
-            assert (output - plain(latents, timestep, text, sample_inputs)).abs().max() <= 2e-5
-    assert samples.samples == [*[0] * LAYERS, *[1] * LAYERS] * 2
-
-
-@torch.no_grad()
-def test_other_weights_for_the_same_inputs() -> None:
-    """`clear_caches` drops the cached features of clip and text."""
-    model = make_network(text_kv_cache=True)
-    x, text, inputs = make_scene(2, (4, 4))
-    model([x], torch.tensor([500]), context=[text], seq_len=99, **inputs)
-    for weight in model.parameters():
-        weight.mul_(0.8)
-    model.clear_caches()
-    actual = model([x], torch.tensor([500]), context=[text], seq_len=99, **inputs)[0]
-    assert (actual - PlainAnimate(model)(x, 500, text, inputs)).abs().max() <= 2e-5
 
 
 def test_networks_that_were_not_published() -> None:

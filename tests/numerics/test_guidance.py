@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals, get_refusal
-from tests.unit.test_settings import CASES
 from wan.cache.policy import BRANCHES, make_policy
 from wan.guidance.guider import make_guider, select_skipped_blocks
 from wan.guidance.nag import NormalizedAttention
@@ -84,31 +83,9 @@ def test_refused() -> None:
 
 
 @pytest.mark.parametrize("name", GUIDERS)
-def test_a_guider_leads_from_the_negative_prompt_to_the_prompt(name: str) -> None:
-    """The more, the larger the scale. Between equal branches it changes nothing."""
-    cond, uncond = draw(*SHAPE)
-    small, large = (
-        make_guider(make_params(guider=name)).combine(cond, uncond, scale) for scale in (2.0, 6.0)
-    )
-    change = ((large - small) * (cond - uncond)).sum() / (cond - uncond).pow(2).sum()
-    assert 0 < change < 8
+def test_equal_branches_are_not_changed(name: str) -> None:
+    [cond] = draw(*SHAPE, count=1)
     assert_close(make_guider(make_params(guider=name)).combine(cond, cond.clone(), 4.0), cond)
-
-
-def test_each_parameter_of_a_guider_changes_its_result() -> None:
-    """With the value of the flag's own test, in the first steps."""
-
-    def run_steps(name: str, **values: Any) -> tuple[int, list[Tensor]]:
-        guider = make_guider(make_params(guider=name, **values))
-        pairs = [draw(*SHAPE, seed=step) for step in range(2)]
-        return guider.num_zero_steps, [guider.combine(*pair, 4.0) for pair in pairs]
-
-    for name, row in GUIDERS.items():
-        num_zero_steps, velocities = run_steps(name)
-        for parameter in row.parameters:
-            other_num, others = run_steps(name, **{parameter: CASES[parameter][1]})
-            same = all(torch.equal(a, b) for a, b in zip(velocities, others, strict=True))
-            assert other_num != num_zero_steps or not same, f"{name} ignores {parameter}"
 
 
 def test_cfg_zero_is_that_of_diffusers() -> None:
@@ -127,9 +104,10 @@ def test_cfg_zero_is_that_of_diffusers() -> None:
     assert [guider.num_zero_steps for guider in defaults.values()] == [0, 1]
 
 
-@pytest.mark.parametrize("momentum", [0.0, -0.5, 0.25])
-@pytest.mark.parametrize("eta", [0.0, 0.7])
-@pytest.mark.parametrize("threshold", [0.0, 0.4, 50.0])
+@pytest.mark.parametrize(
+    ("momentum", "eta", "threshold"),
+    [(0.0, 0.0, 0.0), (0.0, 0.7, 0.4), (-0.5, 0.7, 0.0), (-0.5, 0.0, 50.0), (0.25, 0.7, 0.4)],
+)
 def test_apg_is_that_of_diffusers(momentum: float, eta: float, threshold: float) -> None:
     settings = {"apg_momentum": momentum, "apg_eta": eta, "apg_threshold": threshold}
     guider = make_guider(make_params(guider="apg", **settings))

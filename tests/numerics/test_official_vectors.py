@@ -15,13 +15,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.numerics.official import CPU, distance, weights
-from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
 from wan.media.images import convert_image_to_tensor
 from wan.media.video_writer import to_uint8
 from wan.modules import clip, t5
-from wan.modules.fused_ops import BlockOps
 from wan.modules.interfaces import ModelComponents
-from wan.modules.model import WanModel, sinusoidal_embedding
+from wan.modules.model import WanModel
 from wan.modules.rope import apply_rope, compute_rope_angles, make_rope_table
 from wan.modules.vae import video_vae as vae
 from wan.pipeline.scheduler import make_solver
@@ -92,17 +90,6 @@ def test_clip_preprocessing(reference: Path) -> None:
         assert distance(actual, cases[f"{case}.out_rows"]) <= 1e-4, case
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "case"), DIT_CASES)
-def test_dit_with_fused_operations(reference: Path, name: str, case: str) -> None:
-    torch._dynamo.reset()
-    run = CompiledOps(STEPS_BY_OP, min_elements=0)
-    model, arguments, out = load_dit_case(reference, name, case, ops=BlockOps(run_op=run))
-    with torch.no_grad():
-        assert distance(model(*arguments)[0], out) <= 2e-5
-    assert run.compiled
-
-
 def test_dit_with_autograd_takes_the_same_path(reference: Path) -> None:
     model, arguments, out = load_dit_case(reference, "dit_ti2v", "first_frame")
     actual = model(*arguments)[0]
@@ -146,11 +133,6 @@ def test_rope_angles(reference: Path) -> None:
     angles = torch.cat((frame, height, width), dim=1)
     assert distance(angles.cos(), cases["table128.cos"]) <= 1e-12
     assert distance(angles.sin(), cases["table128.sin"]) <= 1e-12
-
-
-def test_time_embedding(reference: Path) -> None:
-    cases = load_file(reference / "time_embedding.safetensors")
-    assert distance(sinusoidal_embedding(cases["t"], 256), cases["emb_f32"]) <= 1e-6
 
 
 def test_sigma_tables_are_exact(reference: Path) -> None:

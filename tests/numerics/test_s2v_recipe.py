@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.numerics.plain import PlainNetwork, attention, normalize, raster, silu, tiny
-from tests.numerics.recorded import STEP, SampleRecorder
 from wan.modules.interfaces import ModelComponents
 from wan.modules.s2v import WanModel_S2V
 
@@ -166,57 +165,6 @@ def test_network() -> None:
         expected = plain(x, 700, text, inputs)
         for model in (models[0], models[1], models[1]):
             assert (model([x], t, [text], 0, **inputs)[0] - expected).abs().max() <= 2e-5, name
-
-
-@torch.no_grad()
-def test_one_input_changes() -> None:
-    """Inputs change one by one, as between clips, where some tensors stay the same object."""
-    model, plain = make_network(text_kv_cache=True), PlainS2V()
-    x, text, inputs = make_scene(1, (8, 8), 19, True, False)
-    other_inputs, cases = make_scene(1, (8, 8), 19, True, False, seed=9)[2], [inputs]
-    cases += [{**inputs, name: other_inputs[name]} for name in inputs]
-    cases += [{**inputs, "drop_motion_frames": True}, {**inputs, "cond_states": None}, inputs]
-    for case in cases:
-        actual = model([x], torch.tensor([500]), [text], 0, **case)[0]
-        assert (actual - plain(x, 500, text, case)).abs().max() <= 2e-5
-
-
-@torch.no_grad()
-def test_two_samples_of_one_forward() -> None:
-    """Two samples with different inputs, with and without cached features."""
-    samples, plain, t = SampleRecorder(), PlainS2V(), torch.tensor([300, 900])
-    model = make_network(text_kv_cache=True, attention=samples)
-    pair = [make_scene(1, (8, 8), 19, True, False, seed) for seed in (3, 4)]
-    lists = ("ref_latents", "motion_latents", "cond_states")
-    inputs: dict[str, Any] = {name: [sample[2][name][0] for sample in pair] for name in lists}
-    inputs["audio_input"] = torch.cat([sample[2]["audio_input"] for sample in pair])
-    for _ in range(2):
-        outputs = model(
-            [sample[0] for sample in pair],
-            t,
-            [sample[1] for sample in pair],
-            0,
-            **inputs,
-            step=STEP,
-        )
-        for output, (x, text, sample_inputs), timestep in zip(
-            outputs, pair, t.tolist(), strict=True
-        ):
-            assert (output - plain(x, timestep, text, sample_inputs)).abs().max() <= 2e-5
-    assert samples.samples == [0, 0, 0, 1, 1, 1] * 2
-
-
-@torch.no_grad()
-def test_other_weights_for_the_same_inputs() -> None:
-    """`clear_caches` drops the cached features of clip and text."""
-    model = make_network(text_kv_cache=True)
-    x, text, inputs = make_scene(1, (8, 8), 19, True, False)
-    model([x], torch.tensor([500]), [text], 0, **inputs)
-    for weight in model.parameters():
-        weight.mul_(0.8)
-    model.clear_caches()
-    actual = model([x], torch.tensor([500]), [text], 0, **inputs)[0]
-    assert (actual - PlainS2V(model)(x, 500, text, inputs)).abs().max() <= 2e-5
 
 
 @torch.no_grad()

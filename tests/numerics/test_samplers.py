@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.samplers import DEVIATION, compute_end_deviation
 from tests.refusals import check_refusals, get_refusal
 from wan.app import flag_parser
 from wan.app.resolve import make_line_resolver, resolve_command_line
@@ -89,7 +88,7 @@ SCHEDULERS = {  # whose results have the same bits
 @pytest.mark.parametrize("solver", SCHEDULERS)
 def test_solvers_have_the_bits_of_diffusers(solver: str) -> None:
     start = torch.randn(4, 2, 5, 6, generator=torch.Generator().manual_seed(1))
-    for steps, shift in product((1, 2, 3, 4, 14, 15, 50), (1.0, 5.0, 12.0)):
+    for steps, shift in product((1, 2, 3, 4, 15, 50), (1.0, 12.0)):
         params = make_params(solver, steps, sample_shift=shift)
         schedule, scheduler = make_noise_schedule(params), SCHEDULERS[solver]()
         ours, theirs = (torch.Generator().manual_seed(2) for _ in range(2))
@@ -209,7 +208,7 @@ def test_a_straight_flow_ends_exactly(solver: str) -> None:
     """All noise flows to one video, for every table and number of steps."""
     generator = torch.Generator().manual_seed(0)
     video, start = torch.randn(2, 1, 1, 64, dtype=torch.float64, generator=generator)
-    for table, steps in product(TABLES, (1, 2, 4, 8, 20)):
+    for table, steps in product(TABLES, (1, 2, 4, 9)):
         if solver == "rcm" and (table != "official" or steps > 4):
             continue
         params = make_params(solver, steps, table)
@@ -219,39 +218,6 @@ def test_a_straight_flow_ends_exactly(solver: str) -> None:
 
         *_, end = follow_flow(params, start, lambda x, s: (x - video) / s, draw)
         torch.testing.assert_close(end, video, rtol=0, atol=1e-5)
-
-
-ORDERS = {
-    "unipc": 2,
-    "dpm++": 2,
-    "res_multistep": 2,
-    "res_2s": 2,
-    "dpm++_sde": 2,
-    "euler": 1,
-    "euler_ancestral": 1,
-}
-"""Order of each solver; the steps of distilled models (lcm) do not converge to the flow's end."""
-
-
-@pytest.mark.parametrize("solver", ORDERS)
-def test_orders_of_convergence(solver: str) -> None:
-    """Of the standard deviation of the end; stochastic solvers have the right marginal variance."""
-    errors = [abs(compute_end_deviation(solver, n)[1] - DEVIATION) for n in (40, 80, 160)]
-    order = math.log2(errors[0] / errors[-1]) / 2
-    assert order > 0.83 * ORDERS[solver], (errors, order)
-    assert errors[-1] < 0.03
-
-
-@pytest.mark.parametrize("solver", [name for name, row in SOLVERS.items() if row.adds_noise])
-def test_every_step_has_its_share_of_noise(solver: str) -> None:
-    """With a point as data the latents are (1 - s) video + s noise of variance 1, at each step."""
-    draws = iter(torch.eye(6, dtype=torch.float64))
-    params = make_params(solver, 4)
-    sigmas = make_noise_schedule(params).sigmas
-    start = sigmas[0] * next(draws)
-    latents = follow_flow(params, start, lambda x, s: x / s, draws.__next__)
-    for x, sigma in zip(latents, sigmas, strict=True):
-        assert x.norm().item() == pytest.approx(sigma, abs=1e-6)
 
 
 # ------------------------------------------------------------------ noise tables

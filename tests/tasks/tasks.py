@@ -26,21 +26,13 @@ CALL: Mapping[str, Any] = {  # the same in Python
     "sample_solver": "unipc",
     "seed": 7,
 }
-BODY: Mapping[str, Any] = {  # and over HTTP
-    "prompt": PROMPT,
-    "num_inference_steps": 2,
-    "flow_shift": 3.0,
-    "guidance_scale": 2.0,
-    "sample_solver": "unipc",
-    "seed": 7,
-}
 Inputs = dict[str, Path]
 """The input files of a video, by flag."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """How a small video of one task is requested: command line, Python and HTTP.
+    """How a small video of one task is requested: on the command line and in Python.
 
     Attributes:
         checkpoint: Name of the task and of its tiny checkpoint.
@@ -67,8 +59,10 @@ class Task:
 
     @property
     def flags(self) -> list[str]:
-        pairs = ((f"--{name}", str(join(x, "*"))) for name, x in self.settings.items())
-        return [word for pair in pairs for word in pair]
+        words = []
+        for name, value in self.settings.items():
+            words += [f"--{name}", "*".join(map(str, value)) if name == "size" else str(value)]
+        return words
 
     @property
     def prompt_flags(self) -> list[str]:
@@ -78,13 +72,6 @@ class Task:
     def line(self) -> dict[str, Any]:
         """The line of a prompt file."""
         return {"prompt": self.prompts[0] if len(self.prompts) == 1 else [*self.prompts]}
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The body of a request, without the inputs."""
-        values = {name: join(value, "x") for name, value in self.settings.items()}
-        frames = {"num_frames": values.pop("frame_num")} if "frame_num" in values else {}
-        return {**BODY, **self.line, **values, **frames}
 
     def generate(self, model: Any, inputs: Inputs, **more: Any) -> Any:
         """Generates the video with an object of the class; returns its tensor."""
@@ -99,10 +86,6 @@ class Task:
         names = {"image": "img", **self.python_names}
         renamed = {names.get(name, name): x for name, x in call.items()}
         return model.generate(**CALL | renamed | self.python_call | more)
-
-
-def join(value: Any, sign: str) -> Any:
-    return sign.join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def write_picture(path: Path, colour: int = 0, size: tuple[int, int] = (96, 64)) -> Path:

@@ -7,14 +7,9 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from tests.conftest import Tiny, slow
 from tests.dist import Ranks, torchrun
@@ -77,108 +72,15 @@ def test_a_killed_run_is_resumed(asked: list[str], kept: Path, tmp_path: Path) -
     assert mtimes_after == mtimes_before  # the finished clips were not made again
 
 
-def test_other_prompts_of_an_existing_video(
-    start: list[str], kept: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_clip_is_made_again(asked: list[str], kept: Path, tmp_path: Path) -> None:
+    """Of other changes tests/cli/test_kept_work.py has a table."""
     out = tmp_path / "v.mp4"
     copy_clips(kept, out)
-    argv = [*start, "--save_latents", "--save_file", out, "--clip_prompts"]
-    assert run_generate(*argv, *PROMPTS, "four") == 0
-    assert "3 of 4 clips are in" in capfd.readouterr().out
-    expected = read_frames(kept)
-    assert len(read_frames(out)) == 21 and (read_frames(out)[:17] == expected).all()
-    assert run_generate(*argv, "one", "other") == 0
-    assert "clip 2 is generated again, because it differs in prompt" in capfd.readouterr().out
-    changed = read_frames(out)
-    assert (changed[:9] == expected[:9]).all() and (changed[9:] != expected[9:13]).any()
-
-
-def test_a_changed_image_makes_clips_again(
-    asked: list[str], kept: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Another image under the same name does; another placement of the weights does not."""
-    image, out = Path(asked[asked.index("--image") + 1]), tmp_path / "v.mp4"
-    copy_clips(kept, out)
-    argv = [*asked, "--save_latents", "--save_file", out]
-    assert run_generate(*argv, "--offload_model", "block") == 0
-    assert "3 of 3 clips are in" in capfd.readouterr().out
-    original = image.read_bytes()
-    try:
-        Image.new("RGB", (96, 64), (200, 40, 40)).save(image)
-        assert run_generate(*argv, "--clip_prompts", "one") == 0
-    finally:
-        image.write_bytes(original)
-    reason = "because it differs in the content of --image"
-    assert f"clip 1 is generated again, {reason}" in capfd.readouterr().out
-
-
-def _halve(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-8])
-
-
-def _exchange(path: Path) -> None:
-    """Replaces a clip by another clip of the same run."""
-    shutil.copy(path.with_name(f"0001{path.suffix}"), path)
-
-
-def _alter(how: str) -> Callable[[Path], None]:
-    """Returns a function that changes the tensor of a clip state and keeps its metadata."""
-
-    def alter(path: Path) -> None:
-        with safe_open(path, "pt") as file:
-            metadata, end = file.metadata(), file.get_tensor("end")
-        tensors = {
-            "no end": {"x": end},
-            "shape": {"end": torch.zeros(1, 2, 3)},
-            "dtype": {"end": end.int()},
-            "values": {"end": end + 1e-3},
-        }
-        save_file(tensors[how], path, metadata=metadata)
-
-    return alter
-
-
-CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "half a state": ("0002.safetensors", _halve),
-    "no clip": ("0002.mp4", Path.unlink),
-    "values": ("0002.safetensors", _alter("values")),
-    "no state": ("0002.safetensors", Path.unlink),
-    "another state": ("0002.safetensors", _exchange),
-    "another clip": ("0002.mp4", _exchange),
-    **{how: ("0002.safetensors", _alter(how)) for how in ("no end", "shape", "dtype")},
-}
-DEFAULT = {"half a state", "no clip", "values", "another clip"}
-
-
-@pytest.mark.parametrize("change", [name if name in DEFAULT else slow(name) for name in CHANGES])
-def test_changed_clips_are_made_again(
-    change: str, asked: list[str], kept: Path, tmp_path: Path
-) -> None:
-    """The video equals that of an undisturbed run after each change on disk."""
-    out = tmp_path / "v.mp4"
-    copy_clips(kept, out)
-    name, make = CHANGES[change]
-    make(out.with_suffix(".clips") / name)
+    state = out.with_suffix(".clips") / "0002.safetensors"
+    state.write_bytes(state.read_bytes()[:-8])
     assert run_generate(*asked, "--save_file", out) == 0
     assert out.read_bytes() == kept.read_bytes()
     assert not out.with_suffix(".clips").exists()
-
-
-def test_of_large_states_the_last_one_is_kept(
-    start: list[str], kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    """The last clip can be continued. Without it, nothing is left from which to continue."""
-    out, states = tmp_path / "v.mp4", tmp_path / "v.clips"
-    argv = [*start, "--save_latents", "--save_file", out, "--clip_prompts"]
-    monkeypatch.setattr("wan.app.clip_store._MAX_KEPT_STATE", 0)
-    assert run_generate(*argv, *PROMPTS[:1]) == 0
-    assert run_generate(*argv, *PROMPTS[:2]) == 0
-    assert "1 of 2 clips are in" in capfd.readouterr().out
-    assert [len(load_file(states / f"000{n}.safetensors")) for n in (1, 2)] == [0, 1]
-    (states / "0002.mp4").unlink()
-    assert run_generate(*argv, *PROMPTS[:2]) == 0
-    assert "clips 1 to 1 are generated again" in capfd.readouterr().out
-    assert (read_frames(out) == read_frames(kept)[:13]).all()
 
 
 def _write_notes(folder: Path) -> None:
@@ -252,7 +154,7 @@ def test_ranks_go_on_with_a_video_of_one_process(
 def test_a_prompt_file(start: list[str], kept: Path, tmp_path: Path) -> None:
     """Lines of several clips and of repeated clips; a contradictory line is refused."""
     lines = [
-        {"prompt": PROMPTS, "save_file": "long.mp4"},
+        {"prompt": PROMPTS[:2], "save_file": "long.mp4"},
         {"prompt": "one", "clips": 2, "save_file": "two.mp4"},
         {"prompt": ["one", "two"], "clips": 3},
     ]
@@ -260,7 +162,7 @@ def test_a_prompt_file(start: list[str], kept: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run_generate(*start, "--prompt_file", tmp_path / "l.jsonl", "--save_file", out) == 1
     expected, two = read_frames(kept), read_frames(out / "two.mp4")
-    assert (read_frames(out / "long.mp4") == expected).all()
+    assert (read_frames(out / "long.mp4") == expected[:13]).all()
     assert len(two) == 13 and (two[:9] == expected[:9]).all()
     refused = json.loads((out / "l.summary.json").read_text())["refused"]
     assert list(refused) == ["3"] and "num_clip" in refused["3"]

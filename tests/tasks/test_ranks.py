@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from tests import failing
 from tests.conftest import slow
 from tests.dist import Ranks, make_rank_envs
-from tests.serve.serving import ServiceProcess
 from tests.tasks.conftest import TaskRun, read_frames
 from tests.tasks.tasks import TASKS
 from wan.cli import main as generate
@@ -70,38 +68,3 @@ def test_a_run_after_a_killed_one(
     assert not out.exists()
     assert (task_run.make_frames(out) == task_run.frames).all()
     assert {path.name for path in tmp_path.iterdir()} == {"v.mp4", "v.json"}
-
-
-FIELDS = {"--image": "input_reference"}
-
-
-def make_data_url(path: Path) -> str:
-    kind = {".png": "image/png", ".mp4": "video/mp4", ".wav": "audio/wav"}[path.suffix]
-    return f"data:{kind};base64," + base64.b64encode(path.read_bytes()).decode()
-
-
-@pytest.mark.slow  # tests/serve has the service of t2v
-@pytest.mark.parametrize("task", TASKS)
-def test_a_service_makes_the_video(
-    task: str, asked: Callable[[str], TaskRun], tmp_path: Path
-) -> None:
-    task_run = asked(task)
-    body = task_run.task.body
-    for flag, path in task_run.inputs.items():
-        paths = [path] if path.is_file() else sorted(path.iterdir())
-        for file in paths:
-            name = FIELDS.get(flag, flag[2:]) if path.is_file() else file.stem
-            body[name] = make_data_url(file)
-    served = ServiceProcess(
-        tmp_path / "jobs",
-        flags=["--task", task_run.task.checkpoint, "--ckpt_dir", task_run.checkpoint],
-    )
-    try:
-        status, _, created = served.request("/v1/videos", body)
-        assert status == 200, created
-        video = served.wait_for_video(created["id"])
-        assert video["status"] == "completed", video
-        (tmp_path / "v.mp4").write_bytes(served.request(f"/v1/videos/{video['id']}/content")[2])
-    finally:
-        served.stop()
-    assert (read_frames(tmp_path / "v.mp4") == task_run.frames).all()

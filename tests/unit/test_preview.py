@@ -31,6 +31,11 @@ SOLVER_FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="session")
+def tiny(usual_tiny: Any) -> Any:
+    return usual_tiny
+
+
 def make_params(task: str, image_size: tuple[int, int] | None = None, **values: Any) -> VideoParams:
     sizes = {"size": (64, 64), "frame_num": 1, "preview": 1}
     return make_video_params(PRESETS[task], {"prompt": "", **sizes, **values}, image_size)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import pytest
@@ -31,6 +32,19 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 EACH_TASK = pytest.mark.parametrize(
     "task", ["t2v-A14B", slow("i2v-A14B"), "ti2v-5B", slow("t2v-1.3B")]
 )
+
+Make = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="session")
+def tiny(usual_tiny: Any) -> Any:
+    return usual_tiny
+
+
+@pytest.fixture
+def make(tiny: Make) -> Make:
+    """(task, layout) -> its folder, written once."""
+    return tiny
 
 
 def relative_files(folder: Path) -> set[str]:

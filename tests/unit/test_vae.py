@@ -25,6 +25,11 @@ FILES = {"2.1": ("t2v-A14B", "Wan2.1_VAE.pth"), "2.2": ("ti2v-5B", "Wan2.2_VAE.p
 VERSION = pytest.mark.parametrize("version", FILES)
 
 
+@pytest.fixture(scope="session")
+def tiny(usual_tiny: Any) -> Any:
+    return usual_tiny
+
+
 def make_diffusers_vae(version: str, base: int = 8, decoder_base: int = 8) -> Any:
     """diffusers' network of these widths; its weights are random."""
     sizes: dict[str, Any] = {"base_dim": base, "decoder_base_dim": decoder_base}
