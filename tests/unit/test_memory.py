@@ -186,23 +186,12 @@ def vace_bytes(resident: int) -> float:
 
 
 def test_the_largest_block_of_vace_has_two_buffers() -> None:
+    flags = ("--task", "vace-14B", "--size", "64*64", "--frame_num", "5", "--device", "cuda")
+    flags += ("--convert_model_dtype", "--offload_model", "block", "--resident_blocks")
     for resident in (0, 4):
-        expected, run = vace_bytes(resident), plan_streamed_vace(resident)
+        expected, run = vace_bytes(resident), resolve_plan(*flags, resident)
         estimated = estimate_run(run)["denoising"]["DiT weights"]
         assert 0.95 * expected <= estimated <= expected
-
-
-def plan_streamed_vace(resident: int) -> Run:
-    flags = ("--task", "vace-14B", "--size", "64*64", "--frame_num", "5", "--device", "cuda")
-    streamed = ("--offload_model", "block", "--resident_blocks", resident)
-    return resolve_plan(*flags, *streamed, "--convert_model_dtype")
-
-
-@pytest.mark.slow
-def test_the_plan_of_vace_has_two_buffers() -> None:
-    run = plan_streamed_vace(4)
-    measured = Planner(run.setup, run.params).compute_stage_memory()["denoising"]["DiT weights"]
-    assert measured == pytest.approx(vace_bytes(4), rel=0.01)
 
 
 def estimate_run(run: Run) -> dict[str, memory_estimate.Usage]:
@@ -312,15 +301,12 @@ def test_weights_that_are_used_where_they_are_mapped_take_nothing(task: str, tin
     assert not estimate_stages(*flags)["denoising"]["DiT weights"]
 
 
-@pytest.mark.parametrize(
-    ("offload", "parameters"), [("cpu", 2 * 14_288_491_584 + 5_680_910_336), ("true", 0)]
-)
-def test_host_memory_of_networks_that_wait(offload: str, parameters: int) -> None:
+def test_host_memory_of_networks_that_wait() -> None:
     """By hand: both experts and the text encoder in bfloat16."""
     flags = ["--task", "t2v-A14B", "--size", "64*64", "--frame_num", "5", "--device", "cuda"]
-    flags += ["--convert_model_dtype", "--offload_model", offload]
-    run = resolve_plan(*flags)
-    assert Planner(run.setup, run.params).compute_host_bytes() == 2 * parameters
+    for offload, parameters in (("cpu", 2 * 14_288_491_584 + 5_680_910_336), ("true", 0)):
+        run = resolve_plan(*flags, "--convert_model_dtype", "--offload_model", offload)
+        assert Planner(run.setup, run.params).compute_host_bytes() == 2 * parameters
 
 
 def test_reference_keys_are_in_host_memory_if_blocks_are_streamed() -> None:
