@@ -33,18 +33,10 @@ EACH_TASK = pytest.mark.parametrize(
     "task", ["t2v-A14B", slow("i2v-A14B"), "ti2v-5B", slow("t2v-1.3B")]
 )
 
-Make = Callable[[str, str], Path]
-
 
 @pytest.fixture(scope="session")
 def tiny(usual_tiny: Any) -> Any:
     return usual_tiny
-
-
-@pytest.fixture
-def make(tiny: Make) -> Make:
-    """(task, layout) -> its folder, written once."""
-    return tiny
 
 
 def relative_files(folder: Path) -> set[str]:
