@@ -220,6 +220,7 @@ def make_diffusers_latents(
     has_two_experts: bool,
     steps: int,
     prepare: Callable[[Any], object] = lambda pipe: None,
+    size: tuple[int, int] = (96, 64),
 ) -> torch.Tensor:
     """Make latents with diffusers. prepare: changes the pipeline before the call."""
     kind = WanImageToVideoPipeline if images else WanPipeline
@@ -231,12 +232,13 @@ def make_diffusers_latents(
     image_kwargs = dict(zip(("image", "last_image"), images, strict=False))
     if getattr(pipe, "image_encoder", None) is not None:
         pipe.encode_image = lambda *_: compute_clip_features(pipe.image_encoder, images)
-    shape = (1, channels, 3, 64 // stride, 96 // stride)
+    width, height = size
+    shape = (1, channels, 3, height // stride, width // stride)
     return pipe(
         **image_kwargs,
         **make_diffusers_call(has_two_experts),
-        width=96,
-        height=64,
+        width=width,
+        height=height,
         num_inference_steps=steps,
         latents=torch.randn(shape, generator=torch.Generator().manual_seed(3)),
     ).frames[0]
