@@ -37,7 +37,7 @@ from tools.make_sound import write_wav
 from wan.app import flag_parser as flags
 from wan.app.flag_parser import Parser
 from wan.app.programs import run_program
-from wan.app.resolve import resolve_command_line
+from wan.app.resolve import ResolveContext, resolve_video
 from wan.app.run import Run
 from wan.device import select_device as resolve_device
 from wan.distributed import mesh
@@ -351,8 +351,8 @@ def measure_case(case: Case, planned: Run) -> dict[str, list[int]]:
 
 
 def compare_case(case: Case, folder: Path) -> list[dict[str, Any]]:
-    planned = resolve_command_line(
-        flags.parse_flags(case.make_arguments(folder)), lambda *_: None, plan=True
+    planned = resolve_video(
+        ResolveContext(plan=True), flags.parse_flags(case.make_arguments(folder))
     )
     stages = Planner(planned.setup, planned.params).compute_stage_memory()
     measured = measure_case(case, planned)

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from wan.app import failures
 from wan.app.flag_parser import Parser
 from wan.app.programs import run_program
-from wan.app.resolve import resolve_run
+from wan.app.resolve import ResolveContext, resolve_run
 from wan.app.run import Run
 from wan.settings.attention_modes import (
     MODES,
@@ -37,8 +37,9 @@ from wan.settings.attention_modes import (
     count_heads_per_chunk,
     q_ranges,
 )
-from wan.settings.errors import InputError
+from wan.settings.errors import COMMAND_LINE_NAMING, InputError
 from wan.settings.flags import FLAGS
+from wan.settings.layers import Layer, merge
 from wan.settings.presets import TASK_ALIASES
 from wan.settings.values import real
 
@@ -353,7 +354,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     task = run_settings.get("task", PUBLISHED_RUN["task"])
     is_known = TASK_ALIASES.get(task, task) == PUBLISHED_RUN["task"]
     defaults = PUBLISHED_RUN if is_known else {"ulysses_size": PUBLISHED_RUN["ulysses_size"]}
-    run = resolve_run({**defaults, **run_settings, "plan": True}, lambda *_: None, plan=True)
+    layer = Layer("the command line", COMMAND_LINE_NAMING, {**defaults, **run_settings})
+    run = resolve_run(merge(layer), ResolveContext(plan=True))
     if run.setup.parallel.ulysses_size == 1:
         raise InputError("`ulysses_size`", 1, "has no exchanges to predict", "give a larger one")
     constants = Constants(**{n: flag_values[n] for n in _CONSTANT_READERS if n in flag_values})

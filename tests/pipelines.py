@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from wan.app import flag_parser, resolve
-from wan.app.resolve import make_setup
-from wan.app.resolve import resolve_command_line as asked_for
+from wan.app.resolve import ResolveContext, make_setup, resolve_video
 from wan.app.run import Run
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.tensor_source import owns_memory
 from wan.device import select_device
 from wan.pipeline import build
 from wan.pipeline.pipeline import Pipeline
+from wan.settings.errors import COMMAND_LINE_NAMING
+from wan.settings.layers import Layer, read_layer
 from wan.settings.presets import PRESETS
 
 QUICK = ["--size", "64*64", "--frame_num", "5", "--base_seed", "7", "--device", "cpu"]
@@ -32,20 +33,35 @@ def build_cpu_pipeline(task: str, folder: Path, **values: Any) -> Pipeline:
 def build_quick_pipeline(folder: Path, *argv: str) -> tuple[Run, Pipeline]:
     """Returns the run of a short command line (see `QUICK`), and its pipeline."""
     task = () if "--task" in argv else ("--task", folder.name)
-    run = asked_for(
-        flag_parser.parse_flags(["--ckpt_dir", str(folder), *QUICK, *task, *argv]), fail_on_demo
+    run = resolve_video(
+        ResolveContext(make_demo=fail_on_demo),
+        flag_parser.parse_flags(["--ckpt_dir", str(folder), *QUICK, *task, *argv]),
     )
     return run, build.build_pipeline(run.setup, select_device("cpu"))
 
 
 def resolve_argv(argv: Sequence[object], **options: Any) -> Run:
-    """Returns the run of a command line. options: As for `resolve_settings`."""
-    return resolve.resolve_settings(flag_parser.parse_flags([*map(str, argv)]), **options)
+    """Returns the run of a command line. options: As for `ResolveContext`."""
+    flags = flag_parser.parse_flags([*map(str, argv)])
+    return resolve.resolve_settings(flags, ResolveContext(**options))
 
 
 def resolve_plan(*argv: object) -> Run:
     """Returns the run of `--plan` with these arguments."""
-    return asked_for(flag_parser.parse_flags(["--plan", *map(str, argv)]), fail_on_demo, plan=True)
+    return resolve_video(
+        ResolveContext(plan=True, make_demo=fail_on_demo),
+        flag_parser.parse_flags(["--plan", *map(str, argv)]),
+    )
+
+
+def read_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Reads settings, texts or JSON, which need not fit together."""
+    return read_layer(raw, "a test", COMMAND_LINE_NAMING, "record").values
+
+
+def make_layer(raw: Mapping[str, Any]) -> Layer:
+    """Reads settings of one source, texts or JSON, as a layer."""
+    return read_layer(raw, "a test", COMMAND_LINE_NAMING)
 
 
 def fail_on_demo(*_: Any) -> None:

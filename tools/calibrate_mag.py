@@ -23,7 +23,7 @@ from wan import device as devices
 from wan.app import flag_parser
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
-from wan.app.resolve import resolve_command_line
+from wan.app.resolve import ResolveContext, resolve_video
 from wan.cache import mag, policy
 from wan.cache.mag import Curve
 from wan.cache.policy import Cache, Policy, StepLists
@@ -75,7 +75,7 @@ class RatioRecorder(Cache):
 
 def calibrate_curve(argv: list[str]) -> Curve:
     """Runs the pipeline with these flags, and returns the curve; InputError for wrong flags."""
-    run = resolve_command_line(flag_parser.parse_flags(argv), lambda *_: None)
+    run = resolve_video(ResolveContext(make_demo=lambda *_: None), flag_parser.parse_flags(argv))
     request, setup = run.params, run.setup
     if setup.cache.policy != "none":
         raise InputError("A curve is measured without a step cache; drop --step_cache.")
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         options, generate_flags = parser.parse_known_args(argv)
-        settings = flag_parser.parse_flags(generate_flags)
+        settings = flag_parser.parse_flags(generate_flags).values
         if options.out is None and "ckpt_dir" not in settings:
             raise InputError("Give --out, or the --ckpt_dir that the curve is for.")
         out = options.out or settings["ckpt_dir"] / mag.CURVE_FILE

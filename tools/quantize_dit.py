@@ -49,9 +49,9 @@ from wan.checkpoint.w8a8_export import (
 from wan.kernels.fp8 import make_hadamard_rotation
 from wan.kernels.int8_linear import quantize_per_token
 from wan.settings.command import Loras
-from wan.settings.errors import InputError
+from wan.settings.errors import COMMAND_LINE_NAMING, InputError
 from wan.settings.fields import list_options
-from wan.settings.flags import read_settings
+from wan.settings.layers import read_layer
 from wan.utils.files import write_folder
 from wan.utils.log import set_up_logging
 
@@ -91,7 +91,8 @@ def quantize_checkpoint(ckpt_dir: Path, out: Path, *, fa: str | None = None, **l
 
 def _read_loras(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
     """Reads each network's LoRAs; refuses a LoRA that changes weights outside the export."""
-    loras = lora.resolve_loras(read_settings(settings), checkpoint)
+    layer = read_layer(settings, "the command line", COMMAND_LINE_NAMING)
+    loras = lora.resolve_loras(layer.values, checkpoint)
     for network_lora in (
         network_lora for network_loras in loras.values() for network_lora in network_loras
     ):

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from wan.app.python_api import (
-    UNGUIDED,
-    DefaultFloat,
-    DefaultInt,
-    DefaultStr,
-    Generator,
-    GuideScale,
-    Result,
-)
+from wan.app.python_api import Generator, GuideScale, Result, video_call
 from wan.settings.execution import Offload
 from wan.settings.presets import EXAMPLE_PROMPTS
 
@@ -31,17 +23,20 @@ class WanAnimate(Generator):
     """
 
     kind = "animate"
+    flag_names: ClassVar = {"clip_len": "frame_num"}
+    default_prompt = EXAMPLE_PROMPTS[kind]
 
+    @video_call
     def generate(
         self,
         src_root_path: str,
         replace_flag: bool = False,
         clip_len: int = 77,
         refert_num: int = 1,
-        shift: float = DefaultFloat(5.0),
-        sample_solver: str = DefaultStr("dpm++"),
-        sampling_steps: int = DefaultInt(20),
-        guide_scale: GuideScale = UNGUIDED,
+        shift: float = 5.0,
+        sample_solver: str = "dpm++",
+        sampling_steps: int = 20,
+        guide_scale: GuideScale = 1.0,
         input_prompt: str = "",
         n_prompt: str = "",
         seed: int | None = -1,
@@ -65,8 +60,3 @@ class WanAnimate(Generator):
             output_type: "latent": the latents of all clips, concatenated; those of each clip start
                 with the reference image's.
         """
-        return self._generate_video(self._rename_arguments(locals()))
-
-    def _rename_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
-        prompt = call["input_prompt"] or EXAMPLE_PROMPTS[self.kind]
-        return {**call, "input_prompt": prompt, "frame_num": call.pop("clip_len"), "img": None}

@@ -6,10 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from wan.app.python_api import DefaultFloat, DefaultInt, DefaultStr, Generator, GuideScale, Result
+from wan.app.python_api import Generator, GuideScale, Result, video_call
 from wan.settings.execution import Offload
-
-_GUIDANCE = DefaultFloat(3.0)
 
 
 class WanAnimate2(Generator):
@@ -25,18 +23,19 @@ class WanAnimate2(Generator):
 
     kind = "animate2"
 
+    @video_call
     def generate(
         self,
         input_prompt: str,
         img: Any,
         src_video: str,
         size: tuple[int, int] = (640, 800),
-        frame_num: int = DefaultInt(81),
+        frame_num: int = 81,
         refert_num: int = 1,
-        shift: float = DefaultFloat(5.0),
-        sample_solver: str = DefaultStr("dpm++"),
-        sampling_steps: int = DefaultInt(40),
-        guide_scale: GuideScale = _GUIDANCE,
+        shift: float = 5.0,
+        sample_solver: str = "dpm++",
+        sampling_steps: int = 40,
+        guide_scale: GuideScale = 3.0,
         n_prompt: str = "",
         seed: int | None = -1,
         offload_model: Offload = True,
@@ -60,4 +59,3 @@ class WanAnimate2(Generator):
                 with the image's.
             **settings: Command-line flags, such as log_scale.
         """
-        return self._generate_video(locals())

@@ -6,15 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wan.app.python_api import (
-    GUIDANCE,
-    DefaultFloat,
-    DefaultInt,
-    DefaultStr,
-    Generator,
-    GuideScale,
-    Result,
-)
+from wan.app.python_api import Generator, GuideScale, Result, video_call
 from wan.settings.execution import Offload
 
 
@@ -31,16 +23,17 @@ class WanI2V(Generator):
 
     kind = "i2v"
 
+    @video_call
     def generate(
         self,
         input_prompt: str,
         img: Any,
         max_area: int = 720 * 1280,
         frame_num: int = 81,
-        shift: float = DefaultFloat(5.0),
-        sample_solver: str = DefaultStr("unipc"),
-        sampling_steps: int = DefaultInt(40),
-        guide_scale: GuideScale = GUIDANCE,
+        shift: float = 5.0,
+        sample_solver: str = "unipc",
+        sampling_steps: int = 40,
+        guide_scale: GuideScale = 5.0,
         n_prompt: str = "",
         seed: int | None = -1,
         offload_model: Offload = True,
@@ -66,4 +59,3 @@ class WanI2V(Generator):
             motion_latent: Last latent [Z,1,h,w] of the clip that this video continues
                 (`chain="latent"`); the frames that both share are not repeated.
         """
-        return self._generate_video(locals())

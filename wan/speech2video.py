@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from wan.app.python_api import (
-    GUIDANCE,
-    DefaultFloat,
-    DefaultInt,
-    DefaultStr,
-    Generator,
-    GuideScale,
-    Result,
-)
+from wan.app.call_arguments import Arguments
+from wan.app.python_api import Generator, GuideScale, Result, video_call
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload
 
@@ -31,7 +24,9 @@ class WanS2V(Generator):
     """
 
     kind = "s2v"
+    flag_names: ClassVar = {"ref_image_path": "image"}
 
+    @video_call
     def generate(
         self,
         input_prompt: str,
@@ -45,10 +40,10 @@ class WanS2V(Generator):
         pose_video: str | None = None,
         max_area: int = 720 * 1280,
         infer_frames: int = 80,
-        shift: float = DefaultFloat(5.0),
-        sample_solver: str = DefaultStr("unipc"),
-        sampling_steps: int = DefaultInt(40),
-        guide_scale: GuideScale = GUIDANCE,
+        shift: float = 5.0,
+        sample_solver: str = "unipc",
+        sampling_steps: int = 40,
+        guide_scale: GuideScale = 5.0,
         n_prompt: str = "",
         seed: int | None = -1,
         offload_model: Offload = True,
@@ -75,11 +70,9 @@ class WanS2V(Generator):
             init_first_frame: Start the video with the reference image.
             output_type: "latent": the latents of all clips, concatenated.
         """
-        return self._generate_video(self._rename_arguments(locals()))
 
-    def _rename_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
+    def check_arguments(self, call: Arguments) -> None:
         for name in ("enable_tts", "tts_prompt_audio", "tts_prompt_text", "tts_text"):
-            if call.pop(name):
+            if call.get(name):
                 why = "is not available: there is no speech synthesis here"
                 raise InputError(name, None, why, "give a recording as audio_path")
-        return {**call, "img": call.pop("ref_image_path")}

@@ -6,15 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wan.app.python_api import (
-    GUIDANCE,
-    DefaultFloat,
-    DefaultInt,
-    DefaultStr,
-    Generator,
-    GuideScale,
-    Result,
-)
+from wan.app.python_api import Generator, GuideScale, Result, video_call
 from wan.settings.execution import Offload
 
 
@@ -38,15 +30,16 @@ class WanT2V(Generator):
 
     kind = "t2v"
 
+    @video_call
     def generate(
         self,
         input_prompt: str,
         size: tuple[int, int] = (1280, 720),
-        frame_num: int = DefaultInt(81),
-        shift: float = DefaultFloat(5.0),
-        sample_solver: str = DefaultStr("unipc"),
-        sampling_steps: int = DefaultInt(50),
-        guide_scale: GuideScale = GUIDANCE,
+        frame_num: int = 81,
+        shift: float = 5.0,
+        sample_solver: str = "unipc",
+        sampling_steps: int = 50,
+        guide_scale: GuideScale = 5.0,
         n_prompt: str = "",
         seed: int | None = -1,
         offload_model: Offload = True,
@@ -87,4 +80,3 @@ class WanT2V(Generator):
         Raises:
             InputError: A ValueError: a value is invalid.
         """
-        return self._generate_video(locals())

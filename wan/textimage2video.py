@@ -6,15 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wan.app.python_api import (
-    GUIDANCE,
-    DefaultFloat,
-    DefaultInt,
-    DefaultStr,
-    Generator,
-    GuideScale,
-    Result,
-)
+from wan.app.python_api import Generator, GuideScale, Result, video_call
 from wan.settings.execution import Offload
 
 
@@ -31,17 +23,18 @@ class WanTI2V(Generator):
 
     kind = "ti2v"
 
+    @video_call
     def generate(
         self,
         input_prompt: str,
         img: Any = None,
         size: tuple[int, int] = (1280, 704),
         max_area: int = 704 * 1280,
-        frame_num: int = DefaultInt(81),
-        shift: float = DefaultFloat(5.0),
-        sample_solver: str = DefaultStr("unipc"),
-        sampling_steps: int = DefaultInt(50),
-        guide_scale: GuideScale = GUIDANCE,
+        frame_num: int = 81,
+        shift: float = 5.0,
+        sample_solver: str = "unipc",
+        sampling_steps: int = 50,
+        guide_scale: GuideScale = 5.0,
         n_prompt: str = "",
         seed: int | None = -1,
         offload_model: Offload = True,
@@ -53,4 +46,3 @@ class WanTI2V(Generator):
         **settings: Any,
     ) -> Result:
         """Generates one video of `size`, or with `img`'s aspect ratio; see `WanI2V.generate`."""
-        return self._generate_video(locals())

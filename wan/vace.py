@@ -6,15 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wan.app.python_api import (
-    GUIDANCE,
-    DefaultFloat,
-    DefaultInt,
-    DefaultStr,
-    Generator,
-    GuideScale,
-    Result,
-)
+from wan.app.python_api import Generator, GuideScale, Result, video_call
 from wan.settings.execution import Offload
 
 
@@ -31,6 +23,7 @@ class WanVace(Generator):
 
     kind = "vace"
 
+    @video_call
     def generate(
         self,
         input_prompt: str,
@@ -38,12 +31,12 @@ class WanVace(Generator):
         src_mask: str | None = None,
         src_ref_images: Any = None,
         size: tuple[int, int] = (1280, 720),
-        frame_num: int = DefaultInt(81),
+        frame_num: int = 81,
         context_scale: Any = 1.0,
-        shift: float = DefaultFloat(5.0),
-        sample_solver: str = DefaultStr("unipc"),
-        sampling_steps: int = DefaultInt(50),
-        guide_scale: GuideScale = GUIDANCE,
+        shift: float = 5.0,
+        sample_solver: str = "unipc",
+        sampling_steps: int = 50,
+        guide_scale: GuideScale = 5.0,
         n_prompt: str = "",
         seed: int | None = -1,
         offload_model: Offload = True,
@@ -66,4 +59,3 @@ class WanVace(Generator):
             frame_num: 4n+1; by default at most the number of frames of `src_video`.
             context_scale: Strength of the control, one number or one per control block.
         """
-        return self._generate_video(locals())

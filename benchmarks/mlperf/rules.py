@@ -155,7 +155,7 @@ def check_flags(flags: Sequence[str]) -> None:
         InputError: A flag skips a part of the computation.
     """
     with name_settings(COMMAND_LINE_NAMING):
-        settings = parse_flags(flags)
+        settings = parse_flags(flags).values
         for name in ("step_cache", "use_attentioncache", "use_rainfusion", "use_prompt_extend"):
             if settings.get(name, "none") not in ("none", False):
                 why = "is not allowed in MLPerf's closed division"

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests.conftest import Refusals, Tiny
 from tests.pipelines import fail_on_demo
 from wan.app import flag_parser
-from wan.app.resolve import resolve_command_line
+from wan.app.resolve import ResolveContext, resolve_video
 from wan.app.run import Run
 from wan.settings.attention import Attention
 
@@ -119,8 +119,9 @@ def test_flags_that_a_checkpoint_does_not_support(tiny: Tiny, refusals: Refusals
 
 
 def resolve_run(*argv: object) -> Run:
-    return resolve_command_line(
-        flag_parser.parse_flags([str(a) for a in argv]), fail_on_demo, plan="--plan" in argv
+    return resolve_video(
+        ResolveContext(plan="--plan" in argv, make_demo=fail_on_demo),
+        flag_parser.parse_flags([str(a) for a in argv]),
     )
 
 
@@ -142,16 +143,16 @@ def test_default_attention(tiny: Tiny) -> None:
     assert (settings["rainfusion_type"], settings["sparsity"]) == ("v2", 0.64)
 
 
-def test_a_record_and_a_variable_may_hold_the_other_flag(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
+def test_a_flag_replaces_the_other_kernel_of_a_record_or_variable(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Defaults in a record do not conflict with a flag; another kernel does, also in a variable."""
     argv = ["--ckpt_dir", str(tiny("t2v-A14B"))]
     repeated = repeat_run(resolve_run(*argv), tmp_path, "--attention_backend", "sdpa")
     assert repeated.setup.attention == Attention(attention_backend="sdpa")
     assert repeated.settings["attention_backend"] == "sdpa"
     monkeypatch.setenv("ALGO", "1")
-    refusals("attention: a variable", {"ALGO=1": [*argv, "--attention_backend", "sdpa"]})
+    flags = [*argv, "--attention_backend", "sdpa"]
+    assert resolve_run(*flags).setup.attention == Attention(attention_backend="sdpa")
 
 
 def test_the_record_of_a_dense_run_wins_over_variables(

@@ -18,7 +18,7 @@ from tools.demo import evaluate, vace
 from tools.demo.scenes import make_caption
 from tools.demo.score import detect_shapes, find_foreground
 from wan import WanI2V, WanT2V, WanVace
-from wan.app.resolve import make_demo_size_notices
+from wan.app.notices import make_demo_size_notices
 from wan.cli import main as generate
 from wan.configs import WAN_CONFIGS
 

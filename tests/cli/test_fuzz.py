@@ -16,10 +16,11 @@ from safetensors.torch import save
 
 from tests.pipelines import fail_on_demo
 from wan.app import flag_parser, prompt_file
-from wan.app.resolve import resolve_command_line
+from wan.app.resolve import ResolveContext, resolve_video
 from wan.app.run import Run
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS
+from wan.settings.layers import Layer
 from wan.testing.random_checkpoint import make_checkpoint
 
 ODD = (
@@ -44,8 +45,8 @@ def draw_value(name: str, draw: random.Random) -> str:
     return draw.choice(ODD)
 
 
-def resolve_plan(arguments: dict[str, Any]) -> Run:
-    return resolve_command_line(arguments, fail_on_demo, plan=True)
+def resolve_plan(*layers: Layer) -> Run:
+    return resolve_video(ResolveContext(plan=True, make_demo=fail_on_demo), *layers)
 
 
 def damage_bytes(content: bytes, draw: random.Random) -> bytes:
@@ -89,7 +90,7 @@ class Attacks:
             ["--prompt_file", str(path), "--save_file", str(self.folder)]
         )
         prompt_file.resolve_prompt_file(
-            arguments, lambda shared: lambda line: resolve_plan({**shared, **line})
+            arguments, lambda shared: lambda line: resolve_plan(line, shared)
         )
 
     def latents(self, draw: random.Random) -> None:
@@ -101,7 +102,10 @@ class Attacks:
         content = save({"latents": torch.zeros(shape)}, {"settings": text})
         path = self.folder / "l.safetensors"
         path.write_bytes(damage_bytes(content, draw))
-        resolve_command_line(flag_parser.parse_flags(["--decode_latents", str(path)]), fail_on_demo)
+        resolve_video(
+            ResolveContext(make_demo=fail_on_demo),
+            flag_parser.parse_flags(["--decode_latents", str(path)]),
+        )
 
     def any(self, draw: random.Random) -> tuple[str, bool]:
         """Makes one random input; returns its kind and whether it was accepted."""

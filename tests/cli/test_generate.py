@@ -24,7 +24,7 @@ from tests.frames import read_frames
 from tests.pipelines import resolve_argv
 from tests.tasks.tasks import write_picture
 from tools import compare_latents
-from wan.app import resolve
+from wan.app import notices, resolve
 from wan.cli import main as generate
 from wan.media import video_writer
 from wan.metering.exchange_order import read_traces
@@ -365,7 +365,8 @@ def test_the_demo_checkpoint_is_made_once(tmp_path: Path, monkeypatch: pytest.Mo
     (notice,) = (text for text in resolve_argv(argv).notices if "demo checkpoint" in text)
     assert "clone" not in notice
     mtime_ns = (tmp_path / "cache/wan/demo-ti2v-5B-v1").stat().st_mtime_ns
-    monkeypatch.setattr(resolve, "_DEMO_FOLDER", tmp_path / "site-packages" / "examples" / "demo")
+    for module in (notices, resolve):
+        monkeypatch.setattr(module, "DEMO_FOLDER", tmp_path / "site-packages" / "examples" / "demo")
     (notice,) = (text for text in resolve_argv(argv).notices if "demo checkpoint" in text)
     assert "The trained demo, examples/demo, comes with a clone of the repository." in notice
     assert (tmp_path / "cache/wan/demo-ti2v-5B-v1").stat().st_mtime_ns == mtime_ns

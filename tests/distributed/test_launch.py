@@ -25,6 +25,7 @@ import torch
 import torch.distributed as collectives
 
 from tests.dist import Ranks, free_port, make_rank_envs
+from tests.pipelines import make_layer
 from tests.refusals import check_refusals
 from wan import device as devices
 from wan.app.failures import describe_error, print_error, raise_on_sigterm
@@ -236,7 +237,8 @@ def read_limits() -> int:
         assert options._timeout == groups.timeout
         return 3 + rank()
 
-    return execute_run(lambda: {"device": "cpu", "dist_timeout": 0.5}, execute)
+    flags = make_layer({"device": "cpu", "dist_timeout": 0.5})
+    return execute_run(lambda: flags, execute)
 
 
 def test_limits_of_a_run() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.npu_sim.ranks import select_chip
 from wan.app import flag_parser as flags
-from wan.app.resolve import resolve_command_line
+from wan.app.resolve import ResolveContext, resolve_video
 from wan.app.run import Run
 from wan.distributed import mesh
 from wan.pipeline import build
@@ -66,7 +66,7 @@ def build_run(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:
     """Resolve a generate.py command line and build its pipeline."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(WORLD_SIZE=world, RANK=rank, LOCAL_RANK=rank)
-    run = resolve_command_line(flags.parse_flags(argv), refuse_demo)
+    run = resolve_video(ResolveContext(make_demo=refuse_demo), flags.parse_flags(argv))
     device = select_chip(chip)
     groups = (
         None if world == "1" else mesh.make_parallel_groups(device, run.setup.parallel.mesh_shape)

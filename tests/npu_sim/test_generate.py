@@ -29,7 +29,7 @@ from tools.make_character import write_character_folder
 from tools.make_sound import write_wav
 from wan import device as devices
 from wan.app import flag_parser as flags
-from wan.app.resolve import resolve_command_line
+from wan.app.resolve import ResolveContext, resolve_video
 from wan.pipeline import build
 from wan.pipeline.clips import generate_clips
 
@@ -91,7 +91,9 @@ def make_all_clips(argv: list[str], chip: str, device: str) -> Tensor:
         run, pipeline = build_run([*argv, "--device", "npu"], chip)
     else:
         cpu_flags = ["--device", "cpu", "--precision", "bf16"]
-        run = resolve_command_line(flags.parse_flags([*argv, *cpu_flags]), refuse_demo)
+        run = resolve_video(
+            ResolveContext(make_demo=refuse_demo), flags.parse_flags([*argv, *cpu_flags])
+        )
         pipeline = build.build_pipeline(run.setup, devices.select_device("cpu"))
     if not run.params.has_clips:
         return pipeline.generate_latents(run.params, run.load_inputs()).cpu()

@@ -6,7 +6,7 @@ import mindiesd
 import torch
 
 from wan.app import flag_parser
-from wan.app.resolve import resolve_command_line
+from wan.app.resolve import ResolveContext, resolve_video
 
 
 def list_computed_steps(steps: int, start: int, end: int, interval: int) -> list[int]:
@@ -30,8 +30,9 @@ def test_steps_of_the_attention_cache_are_those_of_mindiesd() -> None:
             f"--use_attentioncache --start_step {start} --end_step {end} --sample_steps 12"
         )
         command_line = ["--plan", *cache_flags.split(), "--attentioncache_interval", str(interval)]
-        run = resolve_command_line(
-            flag_parser.parse_flags(command_line), lambda *_: None, plan=True
+        run = resolve_video(
+            ResolveContext(plan=True, make_demo=lambda *_: None),
+            flag_parser.parse_flags(command_line),
         )
         assert run.setup.policy is not None
         lists = run.setup.policy.select_steps(run.params, None)

@@ -18,7 +18,7 @@ from tests.npu_sim.oracles import make_random, relative_rms_error
 from tests.pipelines import fail_on_demo
 from wan import device
 from wan.app import flag_parser
-from wan.app.resolve import resolve_command_line as asked_for
+from wan.app.resolve import ResolveContext, resolve_video
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import ModelSpec, make_dit_dtype_rule, open_sources
 from wan.checkpoint.w8a8_export import read_quantized_dit
@@ -119,7 +119,9 @@ def test_networks_are_those_of_the_format(
 
 
 def make_latents(argv: list[str]) -> Tensor:
-    run_settings = asked_for(flag_parser.parse_flags(argv), fail_on_demo)
+    run_settings = resolve_video(
+        ResolveContext(make_demo=fail_on_demo), flag_parser.parse_flags(argv)
+    )
     return build.build_pipeline(run_settings.setup, device.select_device("npu")).generate_latents(
         run_settings.params
     )

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.pipelines import make_layer
 from tests.refusals import check_refusals, get_refusal
 from wan.app import flag_parser
-from wan.app.resolve import make_line_resolver, resolve_command_line
+from wan.app.resolve import ResolveContext, make_line_resolver, resolve_video
 from wan.cache.policy import make_policy
 from wan.cli.main import main
 from wan.kernels.forward_context import StepInfo
@@ -45,7 +46,7 @@ def make_params(solver: str, steps: int, table: str = "official", **values: Any)
 
 def plan_run(flags: str) -> Any:
     settings = flag_parser.parse_flags(["--plan", *flags.split()])
-    return resolve_command_line(settings, lambda *_: None, plan=True)
+    return resolve_video(ResolveContext(plan=True, make_demo=lambda *_: None), settings)
 
 
 def follow_flow(params: VideoParams, x: Tensor, velocity: Velocity, draw: Any) -> Iterator[Tensor]:
@@ -373,8 +374,8 @@ def test_settings_are_replayed_or_replaced(tmp_path: Path) -> None:
         assert plan_run(f"--from_json {record} {flags}").params.sigmas == table, flags
     recipe = plan_run("--task ti2v-5B --recipe fastwan-3step --sigmas simple").params
     assert recipe.timesteps is None and recipe.sigmas == "simple"
-    resolve_line = make_line_resolver({"sigmas": "beta", "sample_solver": "euler"})
-    line = resolve_line({"prompt": "a cat", "timesteps": (900.0, 300.0)})
+    resolve_line = make_line_resolver(make_layer({"sigmas": "beta", "sample_solver": "euler"}))
+    line = resolve_line(make_layer({"prompt": "a cat", "timesteps": "900,300"}))
     assert (line.params.sigmas, line.params.num_forwards) == ("official", 2)
     dense = plan_run("--sigmas beta --sample_steps 400 --sample_solver euler")
     assert dense.params.num_forwards < 400 and any("different sigmas" in n for n in dense.notices)

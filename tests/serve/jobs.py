@@ -18,14 +18,15 @@ from wan.serve import app
 from wan.serve.batches import parse_output_id
 from wan.serve.metrics import Metrics
 from wan.serve.service import Limits, Service
+from wan.settings.layers import Layer
 from wan.utils import env
 
 PROMPT = "a red star"
 
 
 @cache
-def resolve_service(*flags: str, ranks: int = 1) -> tuple[Run, dict[str, Any]]:
-    """Returns the run of a service with some flags, and its settings; reads the weights once."""
+def resolve_service(*flags: str, ranks: int = 1) -> tuple[Run, Layer]:
+    """Returns the run of a service with some flags, and its flags; reads the weights once."""
     return command._resolve_service_run(flags, Path("videos"), ranks, 1)
 
 
@@ -78,7 +79,7 @@ class Jobs:
         argv += ["--ulysses_size", str(ranks)]
         folder.mkdir(exist_ok=True)
         env.simulate_ranks(ranks)
-        run, settings = resolve_service(*argv, ranks=ranks)
+        run, layer = resolve_service(*argv, ranks=ranks)
         self.folder, self._flags, self._ranks = folder, flags, ranks
         metrics = Metrics()
         service_kwargs: dict[str, Any] = {
@@ -86,7 +87,7 @@ class Jobs:
             "on_event": metrics.count_event,
             "model_names": model_names,
         }
-        self.service = Service({**settings}, run, folder, ranks, **service_kwargs)
+        self.service = Service(layer, run, folder, ranks, **service_kwargs)
         self.app: ASGIApp = app.make_app(
             self.service, metrics, host="localhost", api_key=key, **guards
         )

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from tests.pipelines import read_values
 from tests.serve.bodies import FORM, make_data_url, make_form, make_picture
 from tests.serve.jobs import PROMPT, Jobs, resolve_service
 from wan.serve import fields, operations
@@ -22,7 +23,7 @@ from wan.serve.request_schema import RequestSchema, make_request_schema
 from wan.serve.routes import Routes
 from wan.serve.rows import ServiceJob
 from wan.settings.errors import InputError
-from wan.settings.flags import FLAGS, read_settings
+from wan.settings.flags import FLAGS
 
 TASKS = (
     *("t2v-A14B", "i2v-A14B", "ti2v-5B", "s2v-14B", "animate-14B", "animate2-14B", "vace-1.3B"),
@@ -102,7 +103,7 @@ def test_requests_made_from_the_schema(task: str) -> None:
         try:
             parsed = fields.parse_request(body, run, [task])
             for index in range(parsed.num_outputs):
-                read_settings(ServiceJob("x", parsed.settings).make_output_settings(index))
+                read_values(ServiceJob("x", parsed.settings).make_output_settings(index))
         except InputError:
             return False
         return True
@@ -246,7 +247,7 @@ async def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
     second = (await jobs.request("/v1/videos", form, Content_Type=FORM))[2]["id"]
     one, two = (jobs.service.find_job(name) for name in (first, second))
     assert (one.shape, one.guidance, one.priority) == (two.shape, two.guidance, two.priority)
-    assert read_settings(one.settings) == read_settings(two.settings)
+    assert read_values(one.settings) == read_values(two.settings)
     for name in (f"{path}?index=1", f"/v1/videos/{first}/inputs/audio", path.replace("v", "x")):
         assert (await jobs.request(name))[0] == 404
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import uvicorn
 
+from tests.pipelines import read_values
 from tests.refusals import check_refusals
 from wan.serve import __main__ as command
 from wan.serve.folders import lock_journal
 from wan.settings.errors import InputError
-from wan.settings.flags import FLAGS, read_settings
+from wan.settings.flags import FLAGS
 
 HIDDEN = [r"(?<=known here \().*?(?=\);)", r"(?<=aaa)a{99,}"]  # message of libc, and long names
 Capsys = pytest.CaptureFixture[str]
@@ -208,6 +209,6 @@ def test_the_ranks_read_the_settings_of_the_service() -> None:
     for name in (name for name in FLAGS if name not in command._PER_VIDEO_FLAGS):
         values = list_values(name)
         copies = [json.loads(json.dumps({name: value}, default=str)) for value in values]
-        if not values or [read_settings(copy)[name] for copy in copies] != values:
+        if not values or [read_values(copy)[name] for copy in copies] != values:
             wrong.append(name)
     assert not wrong

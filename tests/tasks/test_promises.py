@@ -18,17 +18,17 @@ import torch
 
 from tests.conftest import Tiny, slow
 from tests.inputs import find_changed_invariants
+from tests.pipelines import read_values
 from tests.tasks.conftest import TaskRun, read_frames, run_generate
 from tests.tasks.tasks import TASKS
 from wan.app import flag_parser as command_line
-from wan.app.resolve import resolve_command_line
+from wan.app.resolve import ResolveContext, resolve_video
 from wan.media import video_writer
 from wan.media.video_writer import write_video
 from wan.pipeline.pipeline import Pipeline
 from wan.planner.measure import Planner
 from wan.settings.command import Output
 from wan.settings.errors import InputError
-from wan.settings.flags import read_settings
 from wan.settings.presets import PRESETS
 from wan.tasks.base import TASKS as ROOMS
 from wan.tasks.base import get_task
@@ -261,7 +261,7 @@ def test_ranks_compare_what_the_video_is_made_from(task: str, asked: Ask, tmp_pa
 def test_a_plan_counts_the_encoded_latents(task: str, asked: Ask) -> None:
     task_run = asked(task)
     flags = command_line.parse_flags([*task_run.argv, "--plan"])
-    params = resolve_command_line(flags, lambda *_: None, plan=True).params
+    params = resolve_video(ResolveContext(plan=True, make_demo=lambda *_: None), flags).params
     assert task_run.num_encoded_latents == params.task.count_encoded_latents(params)
 
 
@@ -269,7 +269,7 @@ def test_a_plan_counts_the_encoded_latents(task: str, asked: Ask) -> None:
 def test_inputs_list_the_files_of_the_video(task: str, tmp_path: Path) -> None:
     """Ranks compare these files in the Python classes, and images by their pixels."""
     files, preset = TASKS[task].inputs(tmp_path), PRESETS[TASKS[task].checkpoint]
-    values = read_settings({flag[2:]: str(path) for flag, path in files.items()})
+    values = read_values({flag[2:]: str(path) for flag, path in files.items()})
     inputs = get_task(preset.kind).read_inputs(preset, values, required=True)
     for flag, path in files.items():
         if flag not in ("--image", "--last_image"):
@@ -289,8 +289,9 @@ def test_a_run_takes_no_more_than_planned(task: str, asked: Ask, tmp_path: Path)
     live = StorageTracker("cpu")
     with live:
         assert run_generate(*argv) == 0
-    plan = resolve_command_line(
-        command_line.parse_flags([*argv, "--plan"]), lambda *_: None, plan=True
+    plan = resolve_video(
+        ResolveContext(plan=True, make_demo=lambda *_: None),
+        command_line.parse_flags([*argv, "--plan"]),
     )
     planned = Planner(plan.setup, plan.params).compute_peak_bytes()
     assert live.peak_bytes.total() <= planned

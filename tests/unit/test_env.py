@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.pipelines import resolve_plan
+from tests.pipelines import read_values, resolve_plan
 from tests.refusals import check_refusals, get_refusal
-from wan.app import flag_parser
 from wan.settings.attention import Attention
 from wan.utils import env
 
@@ -32,10 +31,8 @@ def test_aliases() -> None:
         ({"USE_SUB_HEAD": "0"}, {}),
     )
     for environ, settings in table:
-        assert env.read_variable_settings(environ) == settings, environ
-        assert flag_parser.read_settings(settings, "{}") == settings, (
-            "the flags would not take these values"
-        )
+        assert env.read_variables(environ).values == settings, environ
+        assert read_values(settings) == settings, "the flags would not take these values"
 
 
 def test_other_values_are_refused() -> None:
@@ -46,8 +43,7 @@ def test_other_values_are_refused() -> None:
     environments = {name: {name: value} for name, value in table.items()}
     environments["MINDIE_SD_FA_TYPE, empty"] = {"MINDIE_SD_FA_TYPE": ""}
     messages = {
-        name: get_refusal(env.read_variable_settings, environ)
-        for name, environ in environments.items()
+        name: get_refusal(env.read_variables, environ) for name, environ in environments.items()
     }
     check_refusals("variables", messages)
     for name, environ in environments.items():

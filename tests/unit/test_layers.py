@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ import wan
 from tests.pipelines import fail_on_demo
 from tests.refusals import get_refusal
 from wan.app import flag_parser, resolve
-from wan.app.resolve import make_line_resolver, resolve_settings
+from wan.app.resolve import ResolveContext, make_line_resolver, resolve_settings
+from wan.app.run import Run
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.pipeline.pipeline import Pipeline
 from wan.serve import fields
-from wan.settings.errors import InputError
-from wan.settings.flags import PYTHON_KEYWORDS, read_settings
-from wan.settings.layers import merge_settings
+from wan.settings.errors import KEYWORD_NAMING, InputError
+from wan.settings.flags import PYTHON_KEYWORDS
+from wan.settings.layers import Layer, merge
 from wan.tasks.base import VideoParams
 
 Settings = dict[str, Any]
@@ -87,10 +88,12 @@ ROWS: list[tuple[Settings, Settings, Settings | None]] = [
 
 
 inspect_once = cache(inspect_checkpoint)
-resolve_one = partial(
-    resolve.resolve_command_line, make_demo=fail_on_demo, inspect_folder=inspect_once
-)
-"""Resolves the settings of one video; the folder is read once for all tests."""
+
+
+def resolve_one(flags: Layer, **options: Any) -> Run:
+    """Resolves the settings of one video; the folder is read once for all tests."""
+    context = ResolveContext(make_demo=fail_on_demo, inspect_folder=inspect_once, **options)
+    return resolve.resolve_video(context, flags)
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +103,7 @@ def _cheap_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "check_memory", lambda *_: None)
 
 
-def parse(settings: Settings) -> Settings:
+def parse(settings: Settings) -> Layer:
     """Parses settings as flags of a command line."""
     return flag_parser.parse_flags([f"--{name}={value}" for name, value in settings.items()])
 
@@ -123,7 +126,7 @@ def resolve_request(shared: Settings, video: Settings, folder: Path) -> VideoPar
     flags = parse({**COMMON, **shared, "save_file": folder / "video.mp4"})
     run = resolve_one(flags, require_inputs=False)
     request = fields.parse_request({"prompt": "a", **video}, run, ("t2v-A14B",))
-    return make_line_resolver(flags)(read_settings(request.settings)).params
+    return make_line_resolver(flags)(fields.read_request_layer(request.settings, {})).params
 
 
 def resolve_json_record(shared: Settings, video: Settings, folder: Path) -> VideoParams:
@@ -196,7 +199,8 @@ def test_settings_go_with_the_one_that_they_need(tmp_path: Path) -> None:
         (sparse, {"use_rainfusion": False}),
         ({"src_video": Path("a.mp4"), "strength": 0.5}, {"fixed_latents": Path("b.safetensors")}),
     ):
-        assert merge_settings(video, shared) == video
+        layers = (Layer("a test", KEYWORD_NAMING, values) for values in (video, shared))
+        assert dict(merge(*layers)) == video
     plain = resolve_record({}, {}, tmp_path)
     assert resolve_record(sparse, {"use_rainfusion": False}, tmp_path) == plain
 
@@ -252,7 +256,7 @@ def test_an_unknown_home_folder_is_no_folder_name(monkeypatch: pytest.MonkeyPatc
     flags = "save_file", "image", "ckpt_dir", "lora", "src_ref_images", "prompt_file"
     monkeypatch.setenv("HOME", "/home/fox")
     for name in flags:
-        assert "/home/fox/x" in str(parse({name: "~/x"})[name]) and parse({name: "~x.mp4"})
+        assert "/home/fox/x" in str(parse({name: "~/x"}).values[name]) and parse({name: "~x.mp4"})
     for home in ("", "fox", None):
         monkeypatch.setenv("HOME", home or "")
         if home is None:

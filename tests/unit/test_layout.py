@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.pipelines import build_quick_pipeline
 from tests.refusals import check_refusals, get_refusal
 from wan import WanT2V
+from wan.app.call_arguments import bind_arguments
 from wan.app.record import read_generation_config
 from wan.checkpoint.config import read_dit_config
 from wan.checkpoint.dit_shapes import restore_patch_axes
@@ -400,8 +400,9 @@ def test_the_boundary_ratio_divides_the_steps(pipeline: Path) -> None:
         lines = report.describe_checkpoint_files(Planner(run.setup, run.params))
         assert f"boundary_ratio of model_index.json: {ratio}" in "\n".join(lines)
     model = WanT2V("t2v-A14B", str(pipeline))
-    call = inspect.signature(model.generate).bind("a", sampling_steps=4, shift=12.0).arguments
-    call_params, _ = model._make_call_params(call | {"settings": {}}, model._setup)
+    call = {"input_prompt": "a", "sampling_steps": 4, "shift": 12.0}
+    arguments = bind_arguments(model.generate, call, {}, {})
+    call_params, _ = model._make_call_params(arguments, model._setup)
     assert make_noise_schedule(call_params).high_noise_steps == high
 
 

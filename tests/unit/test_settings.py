@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tests.pipelines import fail_on_demo, resolve_plan
+from tests.pipelines import fail_on_demo, read_values, resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from tools import flags_table
 from tools.make_sound import write_wav
 from wan import cli
 from wan.app import flag_parser, prompt_extend
-from wan.app.resolve import make_video_file_name, resolve_command_line
+from wan.app.notices import make_video_file_name
+from wan.app.resolve import ResolveContext, resolve_video
 from wan.app.run import Run
 from wan.settings.command import Output
 from wan.settings.errors import InputError
@@ -37,7 +38,9 @@ from wan.utils.env import find_cache_dir, rank, world_size
 
 
 def resolve_flags(*argv: object) -> Run:
-    return resolve_command_line(flag_parser.parse_flags([str(a) for a in argv]), fail_on_demo)
+    return resolve_video(
+        ResolveContext(make_demo=fail_on_demo), flag_parser.parse_flags([str(a) for a in argv])
+    )
 
 
 def test_official_defaults(tiny, tmp_path: Path) -> None:
@@ -93,7 +96,9 @@ def test_pairs_and_official_boolean_words() -> None:
     pairs = {"5": (5.0, 5.0), "3,4": (3.0, 4.0), "1.5, 2": (1.5, 2.0)}
     booleans = dict.fromkeys(("yes", "TRUE", "t", "y", "1"), True) | {"No": False}
     for name, values in (("sample_guide_scale", pairs), ("offload_model", booleans)):
-        assert {raw: flag_parser.parse_flags([f"--{name}", raw])[name] for raw in values} == values
+        assert {
+            raw: flag_parser.parse_flags([f"--{name}", raw]).values[name] for raw in values
+        } == values
 
 
 def test_an_empty_prompt_stays_empty(tiny) -> None:
@@ -110,8 +115,8 @@ def test_every_official_flag_is_known_or_refused_by_name() -> None:
         convert_model_dtype src_root_path refert_num replace_flag use_relighting_lora num_clip audio
         enable_tts tts_prompt_audio tts_prompt_text tts_text pose_video start_from_ref infer_frames
     """
-    assert {*official.split()} <= flag_parser.FLAGS.keys() | flag_parser.UNSUPPORTED_FLAGS
-    assert not set(flag_parser.FLAGS) & set(flag_parser.UNSUPPORTED_FLAGS)
+    assert {*official.split()} <= FLAGS.keys() | flag_parser.UNSUPPORTED_FLAGS
+    assert not set(FLAGS) & set(flag_parser.UNSUPPORTED_FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -342,21 +347,21 @@ def collect_fields(run: Run) -> dict[str, object]:
 
 def test_each_flag_reaches_the_run_and_its_record() -> None:
     """A run without the flag has another value."""
-    assert flag_parser.FLAGS.keys() - CASES.keys() == INDIRECT_FLAGS
+    assert FLAGS.keys() - CASES.keys() == INDIRECT_FLAGS
     failures = {}
     default_fields = functools.cache(lambda *more: collect_fields(resolve_plan(*more)))
     for name, (text, value, more) in CASES.items():
         run = resolve_plan(*more, f"--{name}", text)
-        record = flag_parser.read_settings(json.loads(json.dumps(run.settings)), "{}")
+        record = read_values(json.loads(json.dumps(run.settings)))
         actual = collect_fields(run)[name], record.get(name), default_fields(*more)[name] != value
-        if actual != (value, value if flag_parser.FLAGS[name].record else None, True):
+        if actual != (value, value if FLAGS[name].record else None, True):
             failures[name] = actual
     assert not failures
 
 
 def test_a_switch_of_a_record_is_turned_back(tmp_path: Path) -> None:
     path, failures = tmp_path / "record.json", {}
-    switches = [n for n in CASES if isinstance(CASES[n][1], bool) and flag_parser.FLAGS[n].record]
+    switches = [n for n in CASES if isinstance(CASES[n][1], bool) and FLAGS[n].record]
     for name in switches:
         _, value, more = CASES[name]
         path.write_text(json.dumps({"settings": {name: value}}))
@@ -448,5 +453,5 @@ def test_every_flag_is_read_where_it_acts() -> None:
             texts = ["" if path.stem == "rules" else ast.unparse(node) for node in functions]
         for text in texts:
             read_names |= set(re.findall(r"""(?:\.|["'])([a-z]\w+)""", text))
-    unread = flag_parser.FLAGS.keys() - list_options(Output).keys() - read_names
+    unread = FLAGS.keys() - list_options(Output).keys() - read_names
     assert not unread, sorted(unread)

@@ -39,7 +39,8 @@ from wan.modules.lora_branch import LoraBranch, add_lora_branches, set_lora_bran
 from wan.pipeline import memory_estimate
 from wan.pipeline.pipeline import Pipeline
 from wan.planner.measure import Planner
-from wan.settings.errors import InputError
+from wan.settings.errors import KEYWORD_NAMING, InputError
+from wan.settings.layers import Layer
 from wan.settings.values import read_video_loras
 from wan.utils.torch_private import StorageTracker
 
@@ -420,8 +421,12 @@ def test_refused(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
     base = {"ckpt_dir": tiny("t2v-1.3B"), "task": "t2v-1.3B", "lora_folder": folder}
 
     def run(value: Any, **settings: Any) -> None:
-        settings = base | settings | {"video_lora": read_video_loras("`video_lora`", value)}
-        resolve.resolve_run(settings, lambda *_: None)
+        settings = (
+            base
+            | settings
+            | {"save_file": Path("x.mp4"), "video_lora": read_video_loras("`video_lora`", value)}
+        )
+        resolve.resolve_video(resolve.ResolveContext(), Layer("a test", KEYWORD_NAMING, settings))
 
     run(["good", {"lora_name": "inner", "lora_scale": "0.5", "int_id": 1, "expert": None}])
     sentences = {case: get_refusal(run, value) for case, value in checks.items()}

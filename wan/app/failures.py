@@ -31,7 +31,7 @@ DECODING_NOTE = "while the video was decoded"
 def describe_error(error: BaseException) -> str | None:
     """Returns a sentence for an error that a user can act on; None for other errors."""
     if isinstance(error, InputError):
-        error.naming = env.make_flag_naming()
+        vars(error).setdefault("naming", env.make_flag_naming())
     if isinstance(error, InputError | WriteError | FileChangedError | NotFiniteError):
         return escape_controls(str(error))
     if isinstance(error, KeyboardInterrupt):

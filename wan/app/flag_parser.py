@@ -22,14 +22,8 @@ from wan.settings.command import SAVE_LATENTS
 from wan.settings.errors import COMMAND_LINE_NAMING, InputError, name_settings
 from wan.settings.execution import OFFLOAD_MODEL
 from wan.settings.fields import Option, list_options
-from wan.settings.flags import (
-    FLAGS,
-    FOREIGN_NAMES,
-    GROUPS,
-    check_exclusive_settings,
-    check_needed_settings,
-    read_settings,
-)
+from wan.settings.flags import FOREIGN_NAMES, GROUPS
+from wan.settings.layers import Layer, read_layer
 from wan.settings.values import switch
 
 _TTS = (
@@ -78,8 +72,8 @@ class Parser(argparse.ArgumentParser):
 
 @name_settings(COMMAND_LINE_NAMING)
 @refuse_unusable_paths()
-def parse_flags(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Parses the flags of a command line and returns their checked values.
+def parse_flags(argv: Sequence[str] | None = None) -> Layer:
+    """Parses the flags of a command line to a layer of settings.
 
     Raises:
         InputError: A flag is unknown, is not supported, or has a value that is not allowed.
@@ -93,12 +87,8 @@ def parse_flags(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if {"-h", "--help"} & {*arguments}:
         _make_flag_parser(program, show_all="all" in arguments).print_help()
         raise SystemExit(0)
-    flag_values = read_settings(vars(_make_flag_parser(program).parse_args(arguments)))
-    check_needed_settings(
-        {name: flag_values[name] for name in flag_values if "plan" in (name, FLAGS[name].needs)}
-    )
-    check_exclusive_settings(flag_values)
-    return flag_values
+    flags = vars(_make_flag_parser(program).parse_args(arguments))
+    return read_layer(flags, "the command line", COMMAND_LINE_NAMING)
 
 
 @cache

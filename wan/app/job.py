@@ -418,6 +418,7 @@ class VideoJob:
             # The flag converts the DiT to bf16, whatever the precision.
             "settings": run.settings
             | ({} if execution.convert_model_dtype else {"precision": precision}),
+            "sources": {n: source for n, source in run.sources.items() if n in run.settings},
             "seed": run.params.base_seed,
             "inputs": [
                 {

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from wan.app import failures
 from wan.app.job import VideoJob
-from wan.app.resolve import load_torch, resolve_settings
+from wan.app.resolve import (
+    ResolveContext,
+    load_torch,
+    make_random_checkpoint,
+    resolve_settings,
+)
 from wan.app.run import Run
-from wan.settings.rules import Values
+from wan.settings.layers import Layer
 from wan.utils import env, log, system
 from wan.utils.log import logger
 from wan.utils.version import __version__
@@ -27,7 +32,7 @@ RunFunction = Callable[[Run, "ParallelGroups | None"], int]
 
 
 def execute_run(
-    read_user_settings: Callable[[], Values],
+    read_flags: Callable[[], Layer],
     execute: RunFunction,
     require_inputs: bool = True,
     program: str = "generate.py",
@@ -35,19 +40,20 @@ def execute_run(
     """Resolves settings to a run and executes it, in one process or on the ranks of torchrun.
 
     Args:
-        read_user_settings: Returns the user's settings. If one rank refuses them, no rank starts.
+        read_flags: Returns the user's settings. If one rank refuses them, no rank starts.
         execute: Executes the run, with the parallel groups or None.
         require_inputs: As for `wan.app.resolve.resolve_run`.
         program: The name before an error of the ranks.
     """
     if env.world_size() > 1:
-        return _execute_on_ranks(read_user_settings, execute, require_inputs, program)
-    return execute(resolve_settings(read_user_settings(), require_inputs=require_inputs), None)
+        return _execute_on_ranks(read_flags, execute, require_inputs, program)
+    context = ResolveContext(require_inputs=require_inputs)
+    return execute(resolve_settings(read_flags(), context), None)
 
 
-def resolve_plan(user_settings: Values) -> Run:
+def resolve_plan(flags: Layer) -> Run:
     """Resolves settings to a run that is only planned; refuses the files that a run refuses."""
-    run = resolve_settings(user_settings, plan=True)
+    run = resolve_settings(flags, ResolveContext(plan=True))
     load_torch()
     from wan.pipeline import build
 
@@ -96,7 +102,7 @@ def collect_start_invariants(run: Run, device: Device) -> dict[str, Any]:
 
 
 def _execute_on_ranks(
-    read_user_settings: Callable[[], Values],
+    read_flags: Callable[[], Layer],
     execute: RunFunction,
     require_inputs: bool,
     program: str,
@@ -107,7 +113,9 @@ def _execute_on_ranks(
     from wan.distributed import rendezvous
 
     def prepare(run_once: RunOncePerNode) -> PreparedRun[Run]:
-        run = resolve_settings(read_user_settings(), run_once, require_inputs=require_inputs)
+        make_demo = partial(make_random_checkpoint, run_once)
+        context = ResolveContext(require_inputs=require_inputs, make_demo=make_demo)
+        run = resolve_settings(read_flags(), context)
         device = devices.select_device(run.setup.execution.device, env.local_rank())
         run.setup.check_device(device.capabilities)
         return rendezvous.PreparedRun(

@@ -15,15 +15,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from wan.app import failures
 from wan.app.output import check_run_outputs, find_replaced_input, index_input_files
 from wan.app.run import PromptLine, Run
-from wan.settings.errors import InputError
-from wan.settings.flags import FLAGS, check_exclusive_settings, read_settings
+from wan.settings.errors import COMMAND_LINE_NAMING, FlagNaming, InputError
+from wan.settings.flags import FLAGS
 from wan.settings.json_text import parse_json
-from wan.settings.rules import Values
+from wan.settings.layers import Layer, read_layer
 from wan.settings.values import describe_json_error, format_value
 from wan.utils import env
 from wan.utils.files import SUMMARY_KIND, check_output, open_regular_file
@@ -34,22 +33,22 @@ _MAX_SLUG_BYTES = 40
 
 
 def resolve_prompt_file(
-    user_settings: Values, make_line_resolver: Callable[[Values], Callable[[Values], Run]]
+    flags: Layer, make_line_resolver: Callable[[Layer], Callable[[Layer], Run]]
 ) -> Run:
     """Resolves a command line with --prompt_file; an invalid line does not affect the others.
 
     Args:
-        user_settings: The flags; `save_file` is a folder.
+        flags: The command line; `save_file` is a folder.
         make_line_resolver: As in `wan.app.resolve`.
 
     Raises:
         InputError: The file cannot be read, has no lines or too many, or every line is invalid.
     """
-    path, folder = user_settings["prompt_file"], user_settings.get("save_file", Path())
+    path, folder = flags.values["prompt_file"], flags.values.get("save_file", Path())
     for name in _EXCLUDED_SETTINGS:
-        if name in user_settings:
+        if name in flags:
             raise InputError(f"`{name}` is about one video; drop it or `prompt_file`.")
-    shared = {name: value for name, value in user_settings.items() if name not in _COMMAND_SETTINGS}
+    shared = flags.drop(_COMMAND_SETTINGS)
     resolve_line = make_line_resolver(shared)
     lines: list[PromptLine] = []
     numbered_texts, last_log = _read_prompt_lines(path), time.monotonic()
@@ -59,18 +58,18 @@ def resolve_prompt_file(
             logger.info("%d of %d lines are checked.", len(lines), len(numbered_texts))
         seeds: list[int | None] = [None]
         try:
-            values, seeds = _parse_prompt_line(text)
+            layer, seeds = _read_prompt_line(number, text)
         except Exception as error:  # refuse this line only
             lines.append(_make_refused_line(number, error))
             continue
         for seed in seeds:
             try:
-                line_args = (number, dict(values), seed, shared, folder, resolve_line)
+                line_args = (number, layer, seed, shared, folder, resolve_line)
                 lines.append(_resolve_prompt_line(*line_args))
             except Exception as error:
                 lines.append(replace(_make_refused_line(number, error), seed=seed))
     lines = _refuse_duplicate_videos(lines)
-    skip_existing = user_settings.get("skip_existing", False)
+    skip_existing = flags.values.get("skip_existing", False)
     if env.rank() == 0 and not skip_existing:  # a line may continue an earlier line's video
         lines = _refuse_replaced_inputs(lines)
     first_run = next((line.run for line in lines if line.run is not None), None)
@@ -79,7 +78,7 @@ def resolve_prompt_file(
             f"`prompt_file={path}` has no line that can be carried out; line {lines[0].number}: "
             f"{lines[0].error}"
         )
-    is_grouped = user_settings.get("group_by_expert", False)
+    is_grouped = flags.values.get("group_by_expert", False)
     if is_grouped:
         first_run.setup.check_grouping()
         for flag, is_set in (("power", first_run.power), ("log_level=debug", first_run.verbose)):
@@ -121,18 +120,19 @@ def _read_prompt_lines(path: Path) -> list[tuple[int, str]]:
 
 def _resolve_prompt_line(
     number: int,
-    values: dict[str, Any],
+    layer: Layer,
     seed: int | None,
-    shared: Values,
+    shared: Layer,
     folder: Path,
-    resolve_line: Callable[[Values], Run],
+    resolve_line: Callable[[Layer], Run],
 ) -> PromptLine:
-    name, suffix = values.pop("save_file", None), ""
+    name, suffix = layer.values.get("save_file"), ""
+    layer = layer.drop(["save_file"])
     if seed is not None:
-        values["base_seed"], suffix = seed, f"_s{seed}"
+        layer, suffix = layer.add({"base_seed": seed}), f"_s{seed}"
     path = folder / (f"{number:03d}.mp4" if name is None else name)
     path = path.with_stem(f"{path.stem}{suffix}") if path.name else path
-    run, error = resolve_line(values).with_save_file(path), ""
+    run, error = resolve_line(layer).with_save_file(path), ""
     if name is None:
         prompt_start = run.params.prompt[: 4 * _MAX_SLUG_BYTES]
         slug = re.sub(r"[^\w-]+", "_", prompt_start.lower()).strip("_")
@@ -143,7 +143,7 @@ def _resolve_prompt_line(
         check_run_outputs(run)
     except InputError as reason:  # on the main rank only: the others keep the run
         error = str(failures.describe_error(reason))
-    settings = {**shared, **values}
+    settings = {**shared.values, **layer.values}
     draws_seed = settings.get("base_seed", -1) < 0 and "from_json" not in settings
     return PromptLine(number, run, error, draws_seed, seed)
 
@@ -152,10 +152,21 @@ def _make_refused_line(number: int, error: Exception) -> PromptLine:
     return PromptLine(number, None, failures.describe_error(error) or repr(error))
 
 
-def _parse_prompt_line(text: str) -> tuple[dict[str, Any], list[int | None]]:
-    """Parses a line; returns its settings and its `seeds`, or [None] without `seeds`."""
+def _write_setting(name: str, value: str | None) -> str:
+    """Writes a setting as in a line; what no line may have, as on the command line."""
+    if name in FLAGS and not FLAGS[name].line:
+        return COMMAND_LINE_NAMING.render_setting(name, value)
+    return name if value is None else f"{name} {value}"
+
+
+_LINE_NAMING = FlagNaming(_write_setting)
+
+
+def _read_prompt_line(number: int, text: str) -> tuple[Layer, list[int | None]]:
+    """Reads a line; returns its settings and its `seeds`, or [None] without `seeds`."""
+    source = f"line {number}"
     if not text.startswith("{"):
-        return {"prompt": text}, [None]
+        return read_layer({"prompt": text}, source, _LINE_NAMING), [None]
     try:
         raw = parse_json(text)
     except (ValueError, RecursionError) as error:
@@ -164,7 +175,8 @@ def _parse_prompt_line(text: str) -> tuple[dict[str, Any], list[int | None]]:
         raise InputError("seed, base_seed and seeds exclude each other; give one.")
     for name in raw:
         if name in FLAGS and not FLAGS[name].line:
-            raise InputError(f"{name} applies to all lines; give `{name}` on the command line.")
+            flag = COMMAND_LINE_NAMING.render_setting(name)
+            raise InputError(f"{name} applies to all lines; give {flag} on the command line.")
     seeds: list[int | None] = [None]
     reader = FLAGS["base_seed"].reader
     if (seed_list := raw.get("seeds")) is not None:
@@ -181,9 +193,7 @@ def _parse_prompt_line(text: str) -> tuple[dict[str, Any], list[int | None]]:
     seed = {} if raw.get("seed") is None else {"base_seed": reader("seed", raw.pop("seed"))}
     if isinstance(raw.get("prompt"), list):  # prompts of the clips
         raw = {"clip_prompts" if name == "prompt" else name: value for name, value in raw.items()}
-    values = read_settings(raw, "{}") | seed
-    check_exclusive_settings(values)
-    return values, seeds
+    return read_layer(raw, source, _LINE_NAMING).add(seed), seeds
 
 
 def _refuse_duplicate_videos(lines: list[PromptLine]) -> list[PromptLine]:

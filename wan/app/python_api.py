@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from wan import device as devices
-from wan.app.resolve import make_demo_size_notices, make_params, make_setup
+from wan.app.call_arguments import Arguments, bind_arguments
+from wan.app.notices import make_demo_size_notices
+from wan.app.resolve import make_setup, resolve_params
 from wan.checkpoint.headers import compute_fingerprint
 from wan.checkpoint.layout import Checkpoint, check_task, inspect_checkpoint
 from wan.configs import WAN_CONFIGS
@@ -31,18 +34,8 @@ from wan.settings.command import Loras, NetworkFiles
 from wan.settings.errors import InputError, name_settings
 from wan.settings.execution import OFFLOAD_MODEL, Offload
 from wan.settings.fields import build_from_values, list_options
-from wan.settings.flags import (
-    FLAGS,
-    PYTHON_KEYWORDS,
-    PYTHON_NAMING,
-    check_exclusive_settings,
-    check_needed_settings,
-    is_python_setting,
-    make_keyword_error,
-    read_constructor_settings,
-    read_settings,
-)
-from wan.settings.layers import merge_settings
+from wan.settings.flags import PYTHON_NAMING
+from wan.settings.layers import Layer, merge, read_constructor
 from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
 from wan.settings.values import choice, expand_home, format_value, integer, switch
 from wan.tasks.base import Inputs, VideoParams, get_task
@@ -55,28 +48,8 @@ _EXPERT_OF_ATTRIBUTE = {
     "low_noise_model": "low_noise",
     "model": "dit",
 }
-_OPTIONAL_SETTINGS = (
-    *("base_seed", "audio", "pose_video", "num_clip", "src_root_path"),
-    *("src_video", "src_mask"),
-)
-_REFERENCE_IMAGES = "src_ref_images"
-_IN_MEMORY_SETTINGS = ("image", "last_image", _REFERENCE_IMAGES)
-"""Settings whose values may be images in memory."""
-_FLAG_OF_KEYWORD = {keyword: flag for flag, keyword in PYTHON_KEYWORDS.items()}
 _EMBEDDING_KEYWORDS = ("prompt_embeds", "negative_prompt_embeds")
 T = TypeVar("T")
-
-
-class DefaultFloat(float):
-    """A default of `generate`, distinguishable from the same number passed by the caller."""
-
-
-class DefaultInt(int):
-    """A default like `DefaultFloat`."""
-
-
-class DefaultStr(str):
-    """A default like `DefaultFloat`."""
 
 
 Result = Tensor | Any
@@ -85,8 +58,21 @@ Result = Tensor | Any
 It is not `Tensor | None`, so that type checkers do not require a check for None on one rank.
 """
 GuideScale = float | tuple[float, float]
-GUIDANCE = DefaultFloat(5.0)
-UNGUIDED = DefaultFloat(1.0)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def video_call(signature: Function) -> Function:
+    """Makes the method `generate` of a documented signature, whose own body is not run."""
+    bind = inspect.signature(signature).bind
+
+    @wraps(signature)
+    def generate(self: Generator, *args: Any, **kwargs: Any) -> Result:
+        arguments = bind(self, *args, **kwargs).arguments
+        del arguments["self"]
+        arguments |= arguments.pop("settings", {})
+        return self._generate_video(arguments)
+
+    return cast(Function, generate)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -103,10 +89,17 @@ class VideoCall(Job):
 class Generator:
     """Generates videos with one checkpoint.
 
-    A subclass sets `kind`; the networks of the checkpoint select the task of that kind.
+    The networks of the checkpoint select the task of the subclass's kind.
+
+    Attributes:
+        kind: Kind of task.
+        default_prompt: Used where the prompt is empty.
+        flag_names: Argument of `generate` -> flag, where only this class has the name.
     """
 
     kind: str
+    default_prompt: ClassVar[str] = ""
+    flag_names: ClassVar[Mapping[str, str]] = {}
     generate: Any
 
     def __init__(
@@ -152,11 +145,11 @@ class Generator:
             env.check_environment()
             self.config = _find_config(config)
             flags = {"t5_fsdp": t5_fsdp, "dit_fsdp": dit_fsdp, "t5_cpu": t5_cpu}
-            values = read_constructor_settings(
-                {**settings, **flags, "convert_model_dtype": convert_model_dtype}
-            )
-            if "precision" not in values and self.config.param_dtype == torch.float32:
-                values["precision"] = "fp32"
+            flags["convert_model_dtype"] = convert_model_dtype
+            layer = read_constructor({**settings, **flags}, PYTHON_NAMING)
+            if "precision" not in layer and self.config.param_dtype == torch.float32:
+                layer = layer.add({"precision": "fp32"})
+            values = merge(layer)
             integer(0, 10**6)("`rank`", rank)  # checked only; it has no effect
             network_files = build_from_values(NetworkFiles, values)
             presets = [PRESETS[name] for name in TASKS_OF_KIND[self.kind]]
@@ -183,8 +176,7 @@ class Generator:
             if world_size > 1:
                 self._groups = mesh.make_parallel_groups(device, self._setup.parallel.mesh_shape)
                 self._agree_on(lambda: checkpoint, self._collect_model_invariants)
-            setting_names = ("noise_device", *list_options(Loras))
-            self._base_settings = {name: values[name] for name in setting_names if name in values}
+            self._constructor = layer.select(("noise_device", *list_options(Loras)))
             t5_dtype = torch.float32 if self.config.t5_dtype == torch.float32 else None
             self._pipeline = build.build_pipeline(
                 self._setup, device, self._groups, t5_dtype=t5_dtype
@@ -258,39 +250,34 @@ class Generator:
             ]
         return self._generate_videos(video_calls, offload, is_grouped, has_bars)
 
-    def _generate_video(self, call: dict[str, Any]) -> Result:
+    def _generate_video(self, arguments: Mapping[str, Any]) -> Result:
         """Generates one video from the arguments of `generate`."""
         with name_settings(PYTHON_NAMING):
-            offload = OFFLOAD_MODEL("`offload_model`", call["offload_model"])
-            has_bars = switch("`progress`", call["progress"])
+            call = bind_arguments(self.generate, arguments, {}, self.flag_names)
+            offload = OFFLOAD_MODEL("`offload_model`", call.get("offload_model"))
+            has_bars = switch("`progress`", call.get("progress"))
             video_call = self._prepare_call(call, self._make_call_setup(offload))
         (video,) = self._generate_videos([video_call], offload, False, has_bars)
         return video
 
-    def _bind_arguments(self, call: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns all arguments of `generate`, defaults included, for a call of `generate_many`."""
+    def _bind_arguments(self, call: Any, shared: Mapping[str, Any]) -> Arguments:
+        """Returns the arguments of a call of `generate_many`."""
         if not isinstance(call, str | Mapping):
             raise InputError(
                 f"A call is {format_value(call)}; give a prompt, or arguments of generate."
             )
-        arguments = {"input_prompt": call} if isinstance(call, str) else call
+        arguments = {"input_prompt": call} if isinstance(call, str) else dict(call)
         for name in ("offload_model", "progress"):
             if name in arguments:
                 raise InputError(f"{name} applies to all calls; give it to generate_many.")
-        superseded = _list_superseded_arguments(arguments, shared)
-        shared = {name: value for name, value in shared.items() if name not in superseded}
-        if "input_prompt" in superseded:  # a required argument
-            shared["input_prompt"] = ""
         try:
-            bound = inspect.signature(self.generate).bind(**{**shared, **arguments})
+            inspect.signature(self.generate).bind(**{**shared, **arguments})
         except TypeError as error:
             raise InputError(f"A call does not fit generate: {error}.") from error
-        bound.apply_defaults()
-        return self._rename_arguments(bound.arguments)
+        return bind_arguments(self.generate, arguments, shared, self.flag_names)
 
-    def _rename_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of `generate` by the names that are common to all classes."""
-        return call
+    def check_arguments(self, call: Arguments) -> None:
+        """Refuses arguments of this class without a meaning here."""
 
     def _generate_videos(
         self, calls: Sequence[VideoCall], offload: Offload, is_grouped: bool, has_bars: bool
@@ -336,7 +323,7 @@ class Generator:
         frames = [clip.frames for clip in video_clips if clip.frames is not None]
         return torch.cat(frames, dim=1) if frames else None
 
-    def _prepare_call(self, call: dict[str, Any], setup: Setup) -> VideoCall:
+    def _prepare_call(self, call: Arguments, setup: Setup) -> VideoCall:
         """Checks that a call is valid and equal on all ranks, and broadcasts the seed of rank 0."""
         video_call = self._agree_on(
             lambda: self._make_video_call(call, setup), _collect_call_invariants
@@ -392,17 +379,18 @@ class Generator:
             raise InputError(mismatch)
         return result
 
-    def _make_video_call(self, call: dict[str, Any], setup: Setup) -> VideoCall:
+    def _make_video_call(self, call: Arguments, setup: Setup) -> VideoCall:
         """Checks the arguments of a call, and reads its images, audio and other inputs."""
+        self.check_arguments(call)
         embeds, negative_embeds = (
-            _check_prompt_embeds(name, call[name]) for name in _EMBEDDING_KEYWORDS
+            _check_prompt_embeds(name, call.get(name)) for name in _EMBEDDING_KEYWORDS
         )
         has_embeds = embeds is not None or negative_embeds is not None
-        if has_embeds and call["settings"].get("clip_prompts") is not None:
+        if has_embeds and call.get("clip_prompts") is not None:
             why = "cannot be combined with `clip_prompts`"
             raise InputError("Embeddings", None, why, "give prompts instead")
         params, base_inputs = self._make_call_params(call, setup)
-        output_type = choice("pt", "latent")("`output_type`", call["output_type"])
+        output_type = choice("pt", "latent")("`output_type`", call.get("output_type"))
         motion_latent = _check_motion_latent(call.get("motion_latent"), params)
         inputs = replace(
             base_inputs,
@@ -419,59 +407,28 @@ class Generator:
         setup.check_device(self._pipeline.device.capabilities)
         return setup
 
-    def _make_call_params(self, call: dict[str, Any], setup: Setup) -> tuple[VideoParams, Inputs]:
+    def _make_call_params(self, call: Arguments, setup: Setup) -> tuple[VideoParams, Inputs]:
         """Reads a call's inputs, resolves its parameters, and logs notices about them."""
-        unknown = [name for name in call["settings"] if not is_python_setting(name, "video")]
-        if unknown:
-            raise make_keyword_error(unknown[0], "video")
-        duplicates = [name for name in call["settings"] if PYTHON_KEYWORDS.get(name) in call]
-        if duplicates:
-            name = duplicates[0]
-            raise InputError(f"{name} is called {PYTHON_KEYWORDS[name]} here; use that keyword.")
-        args = {
-            _FLAG_OF_KEYWORD.get(name, name): value
-            for name, value in {**call, **call["settings"]}.items()
-        }
-        media = {
-            name: _read_media(name, args[name])
-            for name in _IN_MEMORY_SETTINGS
-            if args.get(name) is not None
-        }
-        unset_names = {
-            *_IN_MEMORY_SETTINGS,
-            *(n for n in (*_OPTIONAL_SETTINGS, *call["settings"]) if args.get(n) is None),
-        }
-        video_settings = {
-            n: args[n] for n in args if is_python_setting(n, "video") and n not in unset_names
-        }
-        values = self._base_settings | read_settings(video_settings) | media
-        values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
-        if "image" in media and call.get("max_area") is not None:
-            values["max_area"] = integer(1, 10**12)("`max_area`", call["max_area"])
-        # Values of a recipe override the defaults of `generate`; for Wan2.1's image models those of
-        # the preset do too.
-        default_names = {
-            n for n in values if isinstance(args.get(n), DefaultFloat | DefaultInt | DefaultStr)
-        }
-        defaults = (
-            {}
-            if self._preset.num_clip_vision_images
-            else {name: values[name] for name in default_names}
-        )
-        values = {name: value for name, value in values.items() if name not in default_names}
-        # An empty `input_prompt`, which is a required argument, is no setting.
-        check_exclusive_settings(values | {"prompt": values.get("prompt") or None})
-        check_needed_settings(values)
+        layers, defaults = call.read_layers()
+        texts = {"prompt": self.default_prompt, "negative_prompt": self.config.sample_neg_prompt}
+        config = Layer("the config", PYTHON_NAMING, texts)
+        settings = merge(*layers, self._constructor, config)
+        if "image" not in settings:
+            settings = settings.drop(["max_area"])
+        if self._preset.num_clip_vision_images:  # the defaults are those of the preset
+            defaults = defaults.select(())
         task = get_task(self._preset.kind)
-        inputs = task.read_inputs(self._preset, values, required=True)
-        values |= task.complete_settings(self._preset, values, inputs, defaults)
+        inputs = task.read_inputs(self._preset, settings, required=True)
+        completed = task.complete_settings(self._preset, settings, inputs, defaults.values)
         boundary = self.config.get("boundary")
         if boundary in (None, self._preset.boundary):
-            defaults = defaults | {"boundary": boundary}
+            defaults = defaults.add({"boundary": boundary})
         else:  # the caller has edited the config
-            values = values | {"boundary": boundary}
-        params, notices = make_params(setup, values, inputs.source_size, defaults)
-        for notice in (*notices, *make_demo_size_notices(params, setup.checkpoint.folder)):
+            completed["boundary"] = boundary
+        settings = settings.override(Layer("the inputs", PYTHON_NAMING, completed))
+        video = resolve_params(setup, settings, inputs.source_size, defaults)
+        params = video.params
+        for notice in (*video.notices, *make_demo_size_notices(params, setup.checkpoint.folder)):
             logger.warning(PYTHON_NAMING.render(notice))
         return params, inputs
 
@@ -482,22 +439,6 @@ def _collect_call_invariants(call: VideoCall) -> dict[str, Any]:
     del invariants["base_seed"]  # broadcast from rank 0 later
     invariants |= call.inputs.compute_digests() | {"output_type": call.output_type}
     return {f"`{name}`": {"value": value} for name, value in invariants.items()}
-
-
-def _list_superseded_arguments(call: Mapping[str, Any], shared: Mapping[str, Any]) -> set[str]:
-    """Returns the shared arguments of many calls that the arguments of a call supersede."""
-    of_call, of_all = (
-        {
-            flag: FLAGS[flag].reader(f"`{flag}`", value)
-            for flag, value in ((_FLAG_OF_KEYWORD.get(k, k), v) for k, v in arguments.items())
-            if is_python_setting(flag, "video")
-            and value is not None
-            and flag not in _IN_MEMORY_SETTINGS
-        }
-        for arguments in (call, shared)
-    )
-    superseded = of_all.keys() - merge_settings(of_call, of_all).keys()
-    return {name for name in shared if _FLAG_OF_KEYWORD.get(name, name) in superseded}
 
 
 def _find_config(config: Any) -> Any:
@@ -561,16 +502,6 @@ def _find_world_size(use_sp: bool) -> int:
             "several; start with torchrun and call init_process_group first."
         )
     return world_size
-
-
-def _read_media(name: str, value: Any) -> Any:
-    """Returns an image, or VACE's reference images from one image, a list of images, or paths."""
-    if name != _REFERENCE_IMAGES:
-        return value
-    image_list = [*value] if isinstance(value, list | tuple) else [value]
-    if image_list and all(isinstance(item, str | Path) for item in image_list):
-        return FLAGS[name].reader(f"`{name}`", image_list)
-    return tuple(image_list)
 
 
 def _check_motion_latent(value: Any, params: VideoParams) -> Tensor | None:

@@ -1,7 +1,8 @@
-"""The settings in a record, and in a checkpoint's generation_config.json."""
+"""The layers of settings in files: a record, and a checkpoint's generation_config.json."""
 
 from __future__ import annotations
 
+from collections import ChainMap
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -9,69 +10,60 @@ from wan.app.run import PATH_SETTINGS
 from wan.checkpoint.headers import read_json, read_safetensors_metadata
 from wan.media.video_writer import read_latents_shape
 from wan.pipeline.setup import Setup
-from wan.settings import recipes, step_cache
+from wan.settings import step_cache
 from wan.settings.command import Output
-from wan.settings.errors import InputError
-from wan.settings.flags import FLAGS, read_settings
-from wan.settings.layers import merge_settings
+from wan.settings.errors import InputError, make_file_naming
+from wan.settings.flags import FLAGS
+from wan.settings.layers import Layer, read_layer
 from wan.settings.rules import Values
-from wan.settings.step_cache import is_parameter_used
 from wan.tasks.base import VideoParams
 from wan.utils import env
 from wan.utils.files import has_file, iterate_numbered_paths
 
 
-def merge_layers(flags: Values) -> dict[str, Any]:
-    """Returns the flags, merged over an earlier run's record and environment variables."""
-    record, variables = _read_recorded_settings(flags), env.read_variable_settings()
-    if "recipe" in flags:  # it sets them again
-        record = {
-            name: value for name, value in record.items() if name not in recipes.RECIPE_SETTINGS
-        }
-    variables = {name: value for name, value in variables.items() if name not in record}
-    values = {**variables, **merge_settings(flags, record)}
-    for name in values.keys() - flags.keys():
-        needs = FLAGS[name].needs
-        if (needs is not None and not values.get(needs)) or not is_parameter_used(name, values):
-            del values[name]
-    return values
+def read_lower_layers(*layers: Layer) -> tuple[Layer, ...]:
+    """Reads the layers below those of the user: an earlier run's record, and variables.
 
+    The record is that of the run that `from_json` repeats, or whose latents are decoded.
 
-def _read_recorded_settings(flags: Values) -> dict[str, Any]:
-    """Reads the settings of the run that --from_json repeats or --decode_latents continues."""
+    Raises:
+        InputError: A file is no record, or flags have no effect with it.
+    """
+    variables = env.read_variables()
+    flags = ChainMap(*(dict(layer.values) for layer in layers))
     if "from_json" in flags and "decode_latents" in flags:
         raise InputError("`from_json`", why="excludes `decode_latents`", remedy="give one of them")
     if "plan" in flags and "decode_latents" in flags:
         why = "is about denoising, and `decode_latents` only decodes"
         raise InputError("`plan`", why=why, remedy="drop one of them")
-    if "from_json" in flags:
-        path = flags["from_json"]
-        settings = read_json(path).get("settings")
-        if isinstance(settings, dict):  # a new name: nothing is overwritten
-            settings = {key: value for key, value in settings.items() if key != "save_file"}
-    elif "decode_latents" in flags:
-        for name in flags:
-            if not FLAGS[name].decoding:
-                why = "has no effect with `decode_latents`, which only decodes"
-                raise InputError(f"`{name}`", why=why, remedy="drop it")
-        path = flags["decode_latents"]
-        read_latents_shape(path)
-        settings = read_safetensors_metadata(path, "settings")
-        if isinstance(settings, dict):  # the recorded name, but in the folder of the latents
-            name = PureWindowsPath(str(settings.get("save_file", ""))).name or path.stem
-            candidate_paths = iterate_numbered_paths((path.parent / name).with_suffix(".mp4"))
-            free_path = next(
-                n for n in candidate_paths if not (n.exists() or n.with_suffix(".json").exists())
-            )
-            settings = settings | {"save_file": str(free_path)}
-    else:
-        return {}
+    if "from_json" in flags:  # a new name: nothing is overwritten
+        record = _read_record(flags["from_json"], read_json(flags["from_json"]).get("settings"))
+        return record.drop(["save_file"]), variables
+    if "decode_latents" not in flags:
+        return (variables,)
+    for name in flags:
+        if not FLAGS[name].decoding:
+            why = "has no effect with `decode_latents`, which only decodes"
+            raise InputError(f"`{name}`", why=why, remedy="drop it")
+    path = flags["decode_latents"]
+    read_latents_shape(path)
+    record = _read_record(path, read_safetensors_metadata(path, "settings"))
+    # The recorded name, but in the folder of the latents.
+    name = PureWindowsPath(str(record.values.get("save_file", ""))).name or path.stem
+    candidate_paths = iterate_numbered_paths((path.parent / name).with_suffix(".mp4"))
+    free_path = next(
+        n for n in candidate_paths if not (n.exists() or n.with_suffix(".json").exists())
+    )
+    return record.add({"save_file": free_path}), variables
+
+
+def _read_record(path: Path, settings: Any) -> Layer:
     if not isinstance(settings, dict):
         raise InputError(f"{path} is not a record of generate.py (no settings in it).")
     for name in settings:
         if name in FLAGS and not FLAGS[name].record:
             raise InputError(f"{path}: {name}", why="is not part of a record", remedy="remove it")
-    return read_settings(settings, f"{path}: {{}}")
+    return read_layer(settings, str(path), make_file_naming(path), "record")
 
 
 def record_settings(
@@ -98,14 +90,14 @@ def record_settings(
     }
 
 
-def read_generation_config(folder: Path) -> dict[str, Any]:
+def read_generation_config(folder: Path | None) -> Layer:
     """Reads the sampling defaults in a checkpoint's generation_config.json, if it has one."""
-    path = folder / "generation_config.json"
-    if not has_file(path):
-        return {}
+    path = Path() if folder is None else folder / "generation_config.json"
+    if folder is None or not has_file(path):
+        return Layer("the checkpoint", make_file_naming(path), {}, "default")
     raw, allowed = read_json(path), [name for name, flag in FLAGS.items() if flag.checkpoint]
     for key in raw:
         if key not in allowed:
             why = f"sets {key!r}, but a checkpoint may set {', '.join(allowed)}"
             raise InputError(str(path), why=why, remedy="remove it")
-    return read_settings(raw, f"{path}: {{}}")
+    return read_layer(raw, str(path), make_file_naming(path), "default")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ class Run:
         fixed_latents: Latents file that denoising starts from.
         device_memory: Device memory in bytes that the plan is compared with.
         settings: Settings of the JSON record, from which `--from_json` repeats the run.
+        sources: Setting -> where its value comes from; the others are defaults.
         lines: Lines of a prompt file. The other attributes are those of its first valid line.
         summary: Path of the summary of a prompt file; None without one.
         group_by_expert: Whether all lines run the steps of an expert before those of the next one.
@@ -85,6 +87,7 @@ class Run:
     device_memory: int | None
     power: bool
     settings: dict[str, Any]
+    sources: Mapping[str, str]
     notices: tuple[str, ...]
     lines: tuple[PromptLine, ...] = ()
     summary: Path | None = None

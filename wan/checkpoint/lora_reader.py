@@ -77,7 +77,7 @@ class Lora:
     unused_names: tuple[str, ...] = ()
 
 
-class _Layer(NamedTuple):
+class _LoraLayer(NamedTuple):
     """A layer's tensors in a file.
 
     Attributes:
@@ -144,7 +144,7 @@ class LoraReader:
         all_deltas = {name: tuple(x) for name, x in deltas.items()}
         return Lora(self.path, self.strength, all_deltas, unused_names=self.unused_names)
 
-    def group_by_layer(self) -> dict[str, _Layer]:
+    def group_by_layer(self) -> dict[str, _LoraLayer]:
         """Groups the file's tensors by official layer name, then by role."""
         if self.has_low_noise_tensors and self.expert == "dit":
             remedy = "this checkpoint has one network"
@@ -176,9 +176,9 @@ class LoraReader:
         if len(adapters) > 1:
             why = f"holds {len(adapters)} adapters ({list_names(sorted(adapters))})"
             raise self.make_error(why, "save each in its own file")
-        layers: dict[str, _Layer] = {}
+        layers: dict[str, _LoraLayer] = {}
         for name, (layer, role, module_names) in self.resolve_names(suffixes).items():
-            info, entry = self.tensors[name], layers.setdefault(layer, _Layer(module_names, {}))
+            info, entry = self.tensors[name], layers.setdefault(layer, _LoraLayer(module_names, {}))
             first_info = entry.tensors.setdefault(role, info)
             if first_info is not info:
                 raise self.make_error(
@@ -265,7 +265,9 @@ class LoraReader:
         why = f"changes {list_names(name or unknown[0] for name in layers)}, which {network}"
         return self.make_error(why, f"give a LoRA of this network, or {_CONVERT}")
 
-    def check_whole_parameters(self, layers: Mapping[str, _Layer], settings: PeftSettings) -> None:
+    def check_whole_parameters(
+        self, layers: Mapping[str, _LoraLayer], settings: PeftSettings
+    ) -> None:
         """Refuses whole parameters that PEFT's settings do not name."""
         stored = {
             info.name: (layer.module_names[-1], role)
@@ -284,7 +286,7 @@ class LoraReader:
             raise self.make_error(why, remedy)
 
     def iter_deltas(
-        self, name: str, layer: _Layer, alpha: Any, settings: PeftSettings
+        self, name: str, layer: _LoraLayer, alpha: Any, settings: PeftSettings
     ) -> Iterator[tuple[str, WeightDelta]]:
         """Yields (parameter name, weight delta) for a layer.
 

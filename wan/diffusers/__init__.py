@@ -35,7 +35,8 @@ from wan.distributed import mesh
 from wan.settings.attention import Attention
 from wan.settings.execution import Execution
 from wan.settings.fields import list_options
-from wan.settings.flags import DIFFUSERS_NAMING, FLAGS, read_constructor_settings
+from wan.settings.flags import DIFFUSERS_NAMING, FLAGS
+from wan.settings.layers import merge, read_constructor
 from wan.settings.parallel import Parallel
 from wan.settings.step_cache import StepCache
 from wan.utils.log import logger
@@ -113,7 +114,7 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
             if flag not in CACHE_FLAGS:
                 raise InputError(f"{name} is no parameter of a step cache; remove it.")
             flags[flag] = value
-        values = read_constructor_settings(flags)
+        values = dict(merge(read_constructor(flags, DIFFUSERS_NAMING)))
         previous = hooks.get_session(_get_networks(pipe, allow_hooks=True))
         if previous is not None and previous.pipe is None:
             raise InputError("The network is parallelised alone; call parallelize_pipe instead.")
@@ -166,7 +167,7 @@ def _drop_unused_parallel(values: dict[str, Any]) -> dict[str, Any]:
 def _load_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name in settings.keys() - KEYWORDS:
         raise InputError(f"{name} is no keyword here; there are {', '.join(sorted(KEYWORDS))}.")
-    return read_constructor_settings(settings)
+    return dict(merge(read_constructor(settings, DIFFUSERS_NAMING)))
 
 
 def _get_networks(pipe: Any, allow_hooks: bool = False) -> Networks:

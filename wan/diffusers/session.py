@@ -21,7 +21,8 @@ from diffusers import (
 from torch import Tensor
 
 from wan import device as devices
-from wan.app.resolve import make_length_notices, make_setup
+from wan.app.notices import make_length_notices
+from wan.app.resolve import make_setup
 from wan.cache.tea import compute_embedding_changes
 from wan.checkpoint.config import KINDS, DitConfig
 from wan.checkpoint.layout import Checkpoint, DitFiles, make_reference_checkpoint

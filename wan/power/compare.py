@@ -17,7 +17,7 @@ import math
 import random
 import statistics
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from wan.power.timeline import PLOT_KIND, PLOT_METADATA
 from wan.power.variants import Variant, VariantResult, list_variants
 from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError
-from wan.settings.flags import read_settings
+from wan.settings.layers import Layer
 from wan.settings.parallel import SIZE_FLAGS
 from wan.settings.values import Reader, choice, integer, real
 from wan.utils import env, log, system
@@ -86,13 +86,13 @@ def main(argv: Sequence[str]) -> int:
         return 0  # rank 0 prints the plan
     options = _parse_compare_options(argv[:separator])
     options.command = f"compare {' '.join(argv)}"
-    user_settings = parse_flags([*PRESETS.get(options.preset, ()), *argv[separator + 1 :]])
+    flags = parse_flags([*PRESETS.get(options.preset, ()), *argv[separator + 1 :]])
     for name in _FORBIDDEN_FLAGS:
-        if name in user_settings:
+        if name in flags:
             raise InputError(f"`{name}`", None, "cannot be used in a comparison", "drop it")
-    _check_num_ranks(options, user_settings)
+    _check_num_ranks(options, flags)
     if options.plan is not None:
-        return _print_comparison_plan(options, launch.resolve_plan(user_settings))
+        return _print_comparison_plan(options, launch.resolve_plan(flags))
     if env.world_size() == 1:
         raise InputError(
             "One process",
@@ -101,24 +101,24 @@ def main(argv: Sequence[str]) -> int:
             "start torchrun --nproc_per_node=2 -m wan.power compare ..., a process for each device",
         )
     # Networks are loaded once if they fit.
-    options.chooses_offload_mode = "offload_model" not in user_settings
+    options.chooses_offload_mode = "offload_model" not in flags
     if options.chooses_offload_mode:
-        user_settings["offload_model"] = True
+        flags = flags.add({"offload_model": True})
     check_folder(options.out.absolute(), "--out", options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     _check_comparison_outputs(options.out)
     save_file = {"save_file": options.out / "baseline.mp4"}
     return launch.execute_run(
-        lambda: user_settings | read_settings(save_file),
+        lambda: flags.add(save_file),
         partial(_run_comparison, options),
         program="wan.power",
     )
 
 
-def _check_num_ranks(options: Namespace, user_settings: Mapping[str, Any]) -> None:
+def _check_num_ranks(options: Namespace, flags: Layer) -> None:
     """Refuses another number of ranks than the preset's, unless the user has set the sizes."""
-    sizes = {name: user_settings[name] for name in SIZE_FLAGS if name in user_settings}
-    preset_sizes = parse_flags(PRESETS.get(options.preset, ()))
+    sizes = flags.select(SIZE_FLAGS).values
+    preset_sizes = parse_flags(PRESETS.get(options.preset, ())).values
     num_ranks, world_size = preset_sizes.get("ulysses_size"), env.world_size()
     if num_ranks is None or sizes != {"ulysses_size": num_ranks} or world_size == num_ranks:
         return

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from wan.app import failures, resolve
 from wan.app.flag_parser import Parser, parse_flags
@@ -18,7 +18,8 @@ from wan.serve.webhook_hosts import read_webhook_host
 from wan.settings.command import PlanOptions, PromptFileOptions, ResumeOptions
 from wan.settings.errors import InputError, get_exit_code
 from wan.settings.fields import list_options
-from wan.settings.flags import FLAGS, FOREIGN_NAMES, read_settings
+from wan.settings.flags import FLAGS, FOREIGN_NAMES
+from wan.settings.layers import Layer
 from wan.settings.values import integer, read_path, read_text_value, real
 from wan.settings.video_options import INPUT_OPTIONS
 from wan.utils import env, log
@@ -234,16 +235,16 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
 
 def _resolve_service_run(
     argv: Sequence[str], folder: Path, ranks: int, nodes: int
-) -> tuple[Run, dict[str, Any]]:
-    """Resolves the flags of generate.py; returns the run and the user's settings."""
+) -> tuple[Run, Layer]:
+    """Resolves the flags of generate.py; returns the run and the flags."""
     env.simulate_ranks(ranks, nodes)
-    user_settings = parse_flags(argv)
-    per_video = [name for name in user_settings if name in _PER_VIDEO_FLAGS]
+    flags = parse_flags(argv)
+    per_video = [name for name in flags.values if name in _PER_VIDEO_FLAGS]
     if per_video:
         raise InputError(f"`{per_video[0]}` is about one video", remedy="drop it")
     # The file is never written: each job has its own one.
-    user_settings |= read_settings({"save_file": folder.absolute() / "video.mp4"})
-    return resolve.resolve_settings(user_settings, require_inputs=False), user_settings
+    flags = flags.add({"save_file": folder.absolute() / "video.mp4"})
+    return resolve.resolve_settings(flags, resolve.ResolveContext(require_inputs=False)), flags
 
 
 def run_service(argv: Sequence[str]) -> int:
@@ -258,12 +259,10 @@ def run_service(argv: Sequence[str]) -> int:
     secret = server.read_webhook_secret(options.webhook_secret_file, options.webhook_hosts)
     nodes = server.make_nodes(options.nodes, options.node_address)
     check_journal_folder(options.journal)
-    run, user_settings = _resolve_service_run(
-        generate_args, options.journal, options.ranks, options.nodes
-    )
+    run, flags = _resolve_service_run(generate_args, options.journal, options.ranks, options.nodes)
     for notice in run.notices:
         logger.warning(env.make_flag_naming().render(notice))
-    return server.serve_requests(options, user_settings, run, nodes, key, secret)
+    return server.serve_requests(options, flags, run, nodes, key, secret)
 
 
 def run_service_cli(argv: Sequence[str] | None = None) -> int:

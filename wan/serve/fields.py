@@ -19,13 +19,8 @@ from wan.serve.needed_fields import FIELD_NAMES, FOLDER, check_needed_fields
 from wan.serve.webhook_hosts import read_url
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.fields import list_options
-from wan.settings.flags import (
-    FLAG_ALIASES,
-    FLAGS,
-    FOREIGN_NAMES,
-    check_exclusive_settings,
-    read_settings,
-)
+from wan.settings.flags import FLAG_ALIASES, FLAGS, FOREIGN_NAMES
+from wan.settings.layers import Layer, read_layer
 from wan.settings.values import (
     format_value,
     integer,
@@ -200,6 +195,15 @@ def make_field_naming(names: Mapping[str, str]) -> FlagNaming:
     return FlagNaming(lambda name, value: name if value is None else f"{name} {value}", names)
 
 
+def read_request_layer(settings: Mapping[str, Any], names: Mapping[str, str]) -> Layer:
+    """Reads the settings of a request.
+
+    Args:
+        names: Setting -> field name of the request.
+    """
+    return read_layer(settings, "the request", make_field_naming(names))
+
+
 def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> ParsedRequest:
     """Parses the fields of a request.
 
@@ -257,7 +261,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         _apply_size(api_fields, settings)
         seeds = _read_seeds(api_fields, settings)
         _normalize_loras(settings, run)
-        check_exclusive_settings(read_settings(settings))
+        read_request_layer(settings, names)
     except InputError as error:
         error.naming = make_field_naming(names)
         raise

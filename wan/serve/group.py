@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from wan.serve.connections import Connections, open_sockets
 from wan.serve.folders import FRONT_KIND
 from wan.serve.monitor import GroupMonitor
+from wan.settings.layers import Layer
 from wan.utils import env
 from wan.utils.files import write_output
 from wan.utils.log import logger
@@ -74,7 +75,7 @@ class RankGroup:
 
     def __init__(
         self,
-        user_settings: Mapping[str, Any],
+        flags: Layer,
         ranks: int,
         folder: Path,
         on_message: Callable[[dict[str, Any]], None],
@@ -85,7 +86,7 @@ class RankGroup:
         """Prepares the group; `run` starts it.
 
         Args:
-            user_settings: Settings of the ranks' run and of all jobs.
+            flags: Settings of the ranks' run and of all jobs.
             ranks: Number of ranks on all machines.
             folder: The journal folder, for the ranks' log and front.json.
             on_message: Called with messages about jobs, with {"is": "ready"} when all ranks are
@@ -93,7 +94,7 @@ class RankGroup:
             max_cached_prompts: Number of prompts whose embeddings the ranks cache.
             timeout: Seconds that the ranks may make no progress, as --dist_timeout.
         """
-        self._user_settings, self._ranks, self._folder = user_settings, ranks, folder
+        self._flags, self._ranks, self._folder = flags, ranks, folder
         self._on_message = on_message
         self._nodes, self._max_cached_prompts = nodes, max_cached_prompts
         self._secret = secrets.token_hex()
@@ -140,7 +141,7 @@ class RankGroup:
                 "host": self._nodes.host,
                 "port": port,
                 "secret": self._secret,
-                "settings": self._user_settings,
+                "settings": self._flags.values,
                 "texts": self._max_cached_prompts,
             }
             temporary.write_text(json.dumps(front, default=str))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
-from wan.app.resolve import has_random_weights
+from wan.app.notices import has_random_weights
 from wan.serve.openapi import make_openapi
 from wan.serve.operations import MEDIA_TYPES, PAGE_FILES, make_page_operation
 from wan.serve.request_schema import make_request_schema

@@ -24,9 +24,11 @@ from wan.app import failures, launch, resolve
 from wan.app.job import VideoJob
 from wan.app.run import Run
 from wan.pipeline.batch import Batch, Job
+from wan.serve import fields
 from wan.serve.monitor import HEARTBEAT
 from wan.serve.rpc import FrontLink, read_front_file
 from wan.settings.errors import (
+    COMMAND_LINE_NAMING,
     EndedError,
     InputError,
     NotFiniteError,
@@ -36,7 +38,7 @@ from wan.settings.errors import (
     is_disk_full,
     is_out_of_memory,
 )
-from wan.settings.flags import read_settings
+from wan.settings.layers import Layer, read_layer
 from wan.utils import env, log
 from wan.utils.log import logger
 from wan.utils.text_streams import set_up_text
@@ -123,7 +125,7 @@ class RankWorker:
 
     def __init__(
         self,
-        shared: dict[str, Any],
+        shared: Layer,
         pipeline: Pipeline,
         team: ParallelGroups | None,
         link: FrontLink,
@@ -168,7 +170,8 @@ class RankWorker:
         """Resolves a job on all ranks; if one refuses it, reports the reason and returns None."""
         run, refusal = None, None
         try:
-            run = self._resolve_settings(read_settings(settings)).with_save_file(Path(file))
+            layer = fields.read_request_layer(settings, {})
+            run = self._resolve_settings(layer).with_save_file(Path(file))
             self._pipeline.video_loras.read_all(run.inputs.loras)
         except Exception as error:
             refusal = failures.describe_error(error) or repr(error)
@@ -285,6 +288,11 @@ def _hash_run(run: Run) -> str:
     return hashlib.sha256(description.encode()).hexdigest()
 
 
+def _read_flags(front: Mapping[str, Any]) -> Layer:
+    """Reads the settings of all videos, which the front has written as JSON."""
+    return read_layer(front["settings"], "the command line", COMMAND_LINE_NAMING)
+
+
 def _serve_rank(front: Mapping[str, Any], run: Run, team: ParallelGroups | None) -> int:
     """Builds the pipeline of one rank and serves commands; returns the exit code."""
     resolve.load_torch()
@@ -296,7 +304,7 @@ def _serve_rank(front: Mapping[str, Any], run: Run, team: ParallelGroups | None)
     try:
         device = devices.select_device(run.setup.execution.device) if team is None else team.device
         pipeline = build.build_pipeline(run.setup, device, team)
-        shared = read_settings(front["settings"])
+        shared = _read_flags(front)
         code = RankWorker(shared, pipeline, team, link, front["texts"], run.notices).serve()
         if team is not None:
             team.close()
@@ -322,7 +330,7 @@ def run_rank(front: Path) -> int:
             log.set_up_logging(env.rank() == 0)
             log.hide_prompts()
             front_info = read_front_file(front)
-            read_shared = partial(read_settings, front_info["settings"])
+            read_shared = partial(_read_flags, front_info)
             execute = partial(_serve_rank, front_info)
             return launch.execute_run(
                 read_shared, execute, require_inputs=False, program="wan.serve"

@@ -18,7 +18,7 @@ from wan.serve.journal import Journal
 from wan.serve.needed_fields import FOLDER
 from wan.serve.rows import ServiceJob
 from wan.settings.errors import InputError
-from wan.settings.flags import FLAGS, read_settings
+from wan.settings.flags import FLAGS
 from wan.settings.values import parse_number
 from wan.utils.files import RECORD_KIND, VIDEO_KIND, is_output
 from wan.utils.log import logger
@@ -163,7 +163,7 @@ def _select_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or is_path or name not in FLAGS or not FLAGS[name].line:
             continue
         try:
-            read_settings({name: value})
+            FLAGS[name].reader(name, value)
         except InputError:
             continue
         selected[name] = value

@@ -13,7 +13,7 @@ import sqlite3
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from wan.app.run import Run
 from wan.serve import app
@@ -34,6 +34,7 @@ from wan.serve.store import Store, StoreUploads
 from wan.serve.webhook_hosts import WebhookHosts
 from wan.serve.webhooks import Webhooks, read_signing_key
 from wan.settings.errors import InputError
+from wan.settings.layers import Layer
 from wan.settings.values import integer
 from wan.utils.files import open_regular_file
 from wan.utils.log import logger
@@ -136,7 +137,7 @@ def _bind_and_lock(
 
 def serve_requests(
     options: argparse.Namespace,
-    user_settings: dict[str, Any],
+    flags: Layer,
     run: Run,
     nodes: Nodes,
     key: str | None,
@@ -145,7 +146,7 @@ def serve_requests(
     """Serves requests until SIGINT or SIGTERM; returns the exit code.
 
     Args:
-        user_settings: The settings of generate.py.
+        flags: Flags of generate.py.
         run: The run that they resolve to.
         key: The API key; None if none is needed.
         secret: The key of the webhooks' signatures; None if they are not allowed.
@@ -157,7 +158,7 @@ def serve_requests(
     names = options.served_model_name
     try:
         service = Service(
-            user_settings,
+            flags,
             run,
             journal,
             options.ranks,

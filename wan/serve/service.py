@@ -37,8 +37,8 @@ from wan.serve.repeats import RefusedError, find_earlier_job, hash_request
 from wan.serve.slices import Slices
 from wan.serve.waiters import Waiters
 from wan.serve.webhook_hosts import NO_HOSTS, WebhookHosts
-from wan.settings.errors import InputError, is_disk_full, name_settings
-from wan.settings.flags import read_settings
+from wan.settings.errors import InputError, is_disk_full
+from wan.settings.layers import Layer
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Service:
 
     def __init__(
         self,
-        user_settings: Mapping[str, Any],
+        flags: Layer,
         run: Run,
         folder: Path,
         ranks: int,
@@ -97,7 +97,7 @@ class Service:
         """Opens the journal and cleans the jobs' folders; `serve_forever` starts the ranks.
 
         Args:
-            user_settings: Settings of all jobs, and of the ranks.
+            flags: Settings of all jobs, and of the ranks.
             run: The run of these settings.
             folder: Folder of the journal and the jobs' files.
             ranks: Number of ranks on all machines.
@@ -116,7 +116,7 @@ class Service:
         records.restore_finished_jobs(jobs, self.journal)
         seconds = 60 * run.setup.parallel.dist_timeout
         prompts, handle = limits.cached_prompts, self._handle_message
-        self.rank_group = RankGroup(user_settings, ranks, folder, handle, nodes, prompts, seconds)
+        self.rank_group = RankGroup(flags, ranks, folder, handle, nodes, prompts, seconds)
         self._running: dict[str, ServiceJob] = {}
         self._batch: dict[str, int] = {}  # video of the ranks' batch -> its steps done
         self._errors: dict[str, dict[str, str]] = {}  # running job -> error of one of its videos
@@ -126,7 +126,7 @@ class Service:
         self._loading_seconds = 0.0  # to load the weights for one batch
         self._max_batch_size = limits.batch_size if _can_group_by_expert(run) else 1
         self._change_event, self._admission_lock = asyncio.Event(), asyncio.Lock()
-        self._resolve_settings = resolve.make_line_resolver(user_settings)
+        self._resolve_settings = resolve.make_line_resolver(flags)
         for job in self.journal.requeue_interrupted():
             self.files.remove_attempt(job, keep_clips=False)
         for job in self.journal.list_in_state("queued"):
@@ -506,9 +506,8 @@ class Service:
 
     def _resolve_run(self, job: ServiceJob) -> Run:
         """Resolves the run of a job as the ranks will, and checks the limits."""
-        with name_settings(fields.make_field_naming(job.names)):
-            settings = read_settings(job.make_output_settings(0) | self.files.list_uploads(job))
-            run = self._resolve_settings(settings)
+        settings = job.make_output_settings(0) | self.files.list_uploads(job)
+        run = self._resolve_settings(fields.read_request_layer(settings, job.names))
         params = run.params
         prompts = params.clip_prompts or (params.prompt,)
         frames = params.frame_num * (params.num_clip or 1)

@@ -23,10 +23,12 @@ class FlagNaming:
         format_setting: Formats a setting from its name and its value; a value of None gives the
             name alone.
         names: Flag -> the front end's name of it, where the two differ.
+        remedies: Names of settings in remedies; None: as elsewhere.
     """
 
     format_setting: Callable[[str, str | None], str]
     names: Mapping[str, str] = field(default_factory=dict)
+    remedies: FlagNaming | None = None
 
     def render(self, text: str) -> str:
         """Replaces each `name` and `name=value` in backticks by the front end's form of it."""
@@ -43,6 +45,13 @@ KEYWORD_NAMING = FlagNaming(lambda name, value: name if value is None else f"{na
 COMMAND_LINE_NAMING = FlagNaming(
     lambda name, value: f"--{name}" if value is None else f"--{name} {value}"
 )
+
+
+def make_file_naming(path: object) -> FlagNaming:
+    """Returns how settings are written that stand in a file: `record.json: sample_steps 8`."""
+    return FlagNaming(
+        lambda name, value: f"{path}: {name}" + ("" if value is None else f" {value}")
+    )
 
 
 class EndedError(Exception):
@@ -90,7 +99,7 @@ class InputError(ValueError):
             subject = f"{subject} {_shorten_words(str(self.value))}"
         why = _shorten_words(self.naming.render(self.why))
         sentence = " ".join(part for part in (subject, why) if part)
-        remedy = self.naming.render(self.remedy)
+        remedy = (self.naming.remedies or self.naming).render(self.remedy)
         sentence = "; ".join(part for part in (sentence, remedy) if part)
         sentence = escape_controls(sentence)
         return sentence if sentence.endswith((".", "?")) else f"{sentence}."
@@ -122,11 +131,11 @@ def _shorten_words(text: str) -> str:
 
 @contextmanager
 def name_settings(naming: FlagNaming) -> Iterator[None]:
-    """Formats the InputErrors that leave this block for a front end."""
+    """Formats the InputErrors that leave this block for a front end; an inner block wins."""
     try:
         yield
     except InputError as error:
-        error.naming = naming
+        vars(error).setdefault("naming", naming)
         raise
 
 

@@ -1,10 +1,8 @@
-"""All flags: the options of all settings dataclasses, and the checks of a set of flags."""
+"""All flags: the options of all settings dataclasses, and their names in other programs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
 
 from wan.settings import errors, rules
 from wan.settings.attention import Attention
@@ -27,7 +25,7 @@ from wan.settings.fields import Option, list_options
 from wan.settings.guidance import Guidance
 from wan.settings.parallel import Parallel
 from wan.settings.step_cache import StepCache
-from wan.settings.values import join_with_or, switch
+from wan.settings.values import join_with_or
 from wan.settings.video_options import INPUT_OPTIONS, Sampling, VideoSettings
 
 GROUPS: dict[str, tuple[type, ...]] = {
@@ -67,38 +65,6 @@ TASK_RULES = tuple(
 """Rules for settings of single tasks, by their options."""
 FLAG_ALIASES = {flag.alias: name for name, flag in FLAGS.items() if flag.alias is not None}
 """Alias -> flag."""
-_CHOOSE_ONE = "give one of them"
-
-
-def read_settings(raw: Mapping[str, Any], source: str = "`{}`") -> dict[str, Any]:
-    """Parses and checks the values of settings.
-
-    Args:
-        raw: Flag or alias -> value as text or JSON.
-        source: Template of a setting's name in errors, such as "record.json: {}"; by default the
-            key in backticks.
-
-    Raises:
-        InputError: A name is unknown, or a value is missing or not allowed.
-    """
-    duplicates = [alias for alias, key in FLAG_ALIASES.items() if alias in raw and key in raw]
-    if duplicates:
-        raise InputError(
-            source.format(duplicates[0]),
-            why=f"is an alias of {FLAG_ALIASES[duplicates[0]]}",
-            remedy=_CHOOSE_ONE,
-        )
-    raw = {FLAG_ALIASES.get(key, key): value for key, value in raw.items()}
-    for key in (key for key, value in raw.items() if value is None):
-        raise InputError(source.format(key), why="has no value", remedy="give one or leave it out")
-    unknown = [key for key in raw if key not in FLAGS]
-    if unknown:
-        raise InputError(
-            source.format(unknown[0]), why="is not a known setting", remedy="remove it"
-        )
-    return {key: FLAGS[key].reader(source.format(key), value) for key, value in raw.items()}
-
-
 PYTHON_KEYWORDS = {name: flag.keyword for name, flag in FLAGS.items() if flag.keyword is not None}
 """Flag -> keyword of the Python classes, where the two differ."""
 
@@ -116,22 +82,6 @@ NEEDS_RULES = tuple(
     if flag.needs is not None
 )
 """Rules for settings that need another one; they hold for all layers of a run together."""
-
-
-def read_constructor_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks the keywords of a constructor. None, or False for no switch, counts as not given."""
-    unknown = [name for name in keywords if not is_python_setting(name, "load")]
-    if unknown:
-        raise make_keyword_error(unknown[0], "load")
-    user_settings = {
-        name: value
-        for name, value in keywords.items()
-        if value is not None and (value is not False or FLAGS[name].reader is switch)
-    }
-    settings = read_settings(user_settings)
-    check_exclusive_settings(settings)
-    check_needed_settings(settings)
-    return settings
 
 
 FOREIGN_NAMES = {
@@ -180,13 +130,3 @@ def make_keyword_error(name: str, call: str) -> InputError:
 def is_python_setting(name: str, call: str) -> bool:
     """Whether a call of the Python classes ("load" or "video") accepts this setting."""
     return name in FLAGS and FLAGS[name].python == call
-
-
-def check_exclusive_settings(user_settings: Mapping[str, Any]) -> None:
-    """Raises InputError where a user sets two settings that exclude each other."""
-    rules.check_rules(rules.USER_SETTING_RULES, user_settings)
-
-
-def check_needed_settings(values: Mapping[str, Any]) -> None:
-    """Raises InputError for a setting without another one that it needs."""
-    rules.check_rules(NEEDS_RULES, values)

@@ -1,19 +1,211 @@
-"""Layers of settings: which settings of a lower layer a higher layer replaces.
+"""Layers of settings, and how they are merged: which one wins, and what it replaces below it.
 
-`docs/cli.md` lists the layers in their order. Every front end merges its layers here.
+Each source of settings is a layer: the command line, a line of a prompt file, a request, keywords,
+a record, variables, a recipe, a checkpoint, the signature of `generate`. A front end reads its
+layers and merges them, the highest first (`docs/cli.md` lists them); it has no rule of its own.
+What no layer sets has the default of the task's preset, or of the option.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from wan.settings import rules
-from wan.settings.flags import FLAGS
+from wan.settings.errors import FlagNaming, InputError, name_settings
+from wan.settings.flags import (
+    FLAG_ALIASES,
+    FLAGS,
+    NEEDS_RULES,
+    is_python_setting,
+    make_keyword_error,
+)
 from wan.settings.guidance import GUIDERS
 from wan.settings.recipes import RECIPE_SETTINGS, RECIPES
+from wan.settings.step_cache import list_unused_parameters
+from wan.settings.values import Reader, switch
 
-Settings = Mapping[str, Any]
+
+@dataclass(frozen=True)
+class Layer:
+    """What one source says, read and checked by itself; `read_layer` reads it.
+
+    Attributes:
+        source: Name of the source: "the command line", "line 3", "record.json".
+        naming: How errors write a setting of this layer.
+        values: Setting -> value; also `boundary` and `max_area`, which are no flags.
+        kind: "user": settings that a user has given. "record": all settings of an earlier video,
+            those of its recipe included. "default": of a recipe, a checkpoint or a signature.
+    """
+
+    source: str
+    naming: FlagNaming
+    values: Mapping[str, Any]
+    kind: Literal["user", "record", "default"] = "user"
+
+    def select(self, names: Iterable[str]) -> Layer:
+        """Returns the layer with only these settings."""
+        return replace(self, values={name: self.values[name] for name in names if name in self})
+
+    def drop(self, names: Iterable[str]) -> Layer:
+        """Returns the layer without these settings."""
+        return self.select([name for name in self.values if name not in {*names}])
+
+    def add(self, values: Mapping[str, Any]) -> Layer:
+        """Returns the layer with further, or other, checked values."""
+        return replace(self, values={**self.values, **values})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.values
+
+
+@dataclass(frozen=True, eq=False)
+class Settings(Mapping[str, Any]):
+    """Merged layers: a mapping of settings that knows which layer each comes from.
+
+    Attributes:
+        origins: Setting -> the layer that sets it.
+        unset_naming: How errors write a setting that no layer sets.
+    """
+
+    origins: Mapping[str, Layer]
+    unset_naming: FlagNaming
+
+    def __getitem__(self, name: str) -> Any:
+        return self.origins[name].values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.origins)
+
+    def __len__(self) -> int:
+        return len(self.origins)
+
+    @property
+    def naming(self) -> FlagNaming:
+        """Names of settings in errors, each as the layer that set it writes it.
+
+        A remedy names those of records and defaults as the user would set them.
+        """
+
+        def write_setting(name: str, value: str | None) -> str:
+            layer = self.origins.get(name)
+            return (self.unset_naming if layer is None else layer.naming).render_setting(
+                name, value
+            )
+
+        def write_remedy(name: str, value: str | None) -> str:
+            is_users = name in self.origins and self.origins[name].kind == "user"
+            naming = self.origins[name].naming if is_users else self.unset_naming
+            return naming.render_setting(name, value)
+
+        return FlagNaming(write_setting, remedies=FlagNaming(write_remedy))
+
+    def list_sources(self) -> dict[str, str]:
+        """Returns the source of each setting that a layer sets."""
+        return {name: layer.source for name, layer in self.origins.items()}
+
+    def add(self, lower: Layer) -> Settings:
+        """Merges a layer below these settings.
+
+        Settings that these ones supersede are dropped: `sample_steps` supersedes the timesteps of a
+        record, a recipe or a shared command line. Settings that need a dropped one go with it.
+
+        Raises:
+            InputError: A setting has no effect with one of the lower layer.
+        """
+        superseded = {*_list_superseded(self, lower)}
+        origins = dict.fromkeys((n for n in lower.values if n not in superseded), lower)
+        merged = replace(self, origins={**origins, **self.origins})
+        useless = [
+            name
+            for name in origins.keys() - self.keys()
+            if (needs := FLAGS[name].needs if name in FLAGS else None) is not None
+            and (lower.kind == "record" or lower.values.get(needs))
+            and not merged.get(needs)
+        ]
+        merged = merged.drop(useless)
+        if lower.kind == "record":
+            merged = merged.drop({*list_unused_parameters(merged)} - self.keys())
+        if "sample_solver" not in self and "sample_shift" in self:
+            with name_settings(merged.naming):
+                rules.check_rules((rules.SHIFT_OF_RCM_RULE,), merged)
+        return merged
+
+    def override(self, layer: Layer) -> Settings:
+        """Returns the settings with those of a layer, which supersede no others."""
+        return replace(self, origins={**self.origins, **dict.fromkeys(layer.values, layer)})
+
+    def drop(self, names: Iterable[str]) -> Settings:
+        """Returns the settings without these."""
+        dropped = {*names}
+        return replace(self, origins={n: o for n, o in self.origins.items() if n not in dropped})
+
+
+def read_layer(
+    raw: Mapping[str, Any],
+    source: str,
+    naming: FlagNaming,
+    kind: Literal["user", "record", "default"] = "user",
+    readers: Mapping[str, Reader] | None = None,
+) -> Layer:
+    """Reads and checks the settings of one source.
+
+    Args:
+        raw: Flag or alias -> value as text or JSON.
+        source, naming, kind: As for `Layer`.
+        readers: Setting -> its reader where this is not that of the flag.
+
+    Raises:
+        InputError: A name is unknown, a value is missing or not allowed, or two settings exclude
+            each other.
+    """
+    readers = {name: flag.reader for name, flag in FLAGS.items()} | dict(readers or {})
+    values: dict[str, Any] = {}
+    with name_settings(naming):
+        for key, value in raw.items():
+            name = FLAG_ALIASES.get(key, key)
+            subject = f"`{key}`"
+            if value is None:
+                raise InputError(subject, why="has no value", remedy="give one or leave it out")
+            if name not in readers:
+                unknown = naming.render_setting(key)
+                raise InputError(unknown, why="is not a known setting", remedy="remove it")
+            if name != key and name in raw:
+                raise InputError(subject, why=f"is an alias of {name}", remedy="give one of them")
+            values[name] = readers[name](subject, value)
+        if kind == "user":
+            rules.check_rules(rules.USER_SETTING_RULES, values)
+    return Layer(source, naming, values, kind)
+
+
+def read_constructor(keywords: Mapping[str, Any], naming: FlagNaming) -> Layer:
+    """Reads the keywords of a constructor. None, or False for no switch, counts as not given."""
+    for name in keywords:
+        if not is_python_setting(name, "load"):
+            raise make_keyword_error(name, "load")
+    raw = {
+        name: value
+        for name, value in keywords.items()
+        if value is not None and (value is not False or FLAGS[name].reader is switch)
+    }
+    return read_layer(raw, "the constructor", naming)
+
+
+def merge(*layers: Layer) -> Settings:
+    """Merges layers, the highest first.
+
+    Raises:
+        InputError: Settings of two layers do not fit together, or one lacks a setting it needs.
+    """
+    settings = Settings({}, layers[0].naming)
+    for layer in layers:
+        settings = settings.add(layer)
+    with name_settings(settings.naming):
+        rules.check_rules(NEEDS_RULES, settings)
+    return settings
+
+
 _SUPERSEDED = {
     "sample_solver": ("timesteps",),
     "sample_steps": ("timesteps", "boundary_step"),
@@ -34,44 +226,19 @@ _SUPERSEDED = {
 _SKIP_LAYER_SETTINGS = ("slg_blocks", "slg_start", "slg_stop")
 
 
-def merge_settings(higher: Settings, lower: Settings) -> dict[str, Any]:
-    """Merges two layers of a user's settings, as `merge_defaults` does.
-
-    A recipe that the higher one names counts as the settings of that recipe.
-    """
-    recipe, selected = RECIPES.get(higher.get("recipe", "")), dict[str, Any]()
-    if recipe is not None:
+def _list_superseded(settings: Mapping[str, Any], layer: Layer) -> Iterator[str]:
+    """Lists the names of the settings of a lower layer that higher settings supersede."""
+    higher, lower = dict(settings), layer.values
+    recipe = RECIPES.get(higher.get("recipe", ""))
+    if recipe is not None and layer.kind != "default":  # counts as the settings it selects
         selected = {n: recipe.values[n] for n in RECIPE_SETTINGS if n in recipe.values}
         selected = {"sample_guide_scale": (1.0, 1.0), **selected}
-        lower = merge_defaults(selected, lower)
-        lower = {name: value for name, value in lower.items() if name not in selected}
-    if {**selected, **higher}.get("sample_solver") == "rcm":
-        lower = {name: value for name, value in lower.items() if name != "sample_shift"}
-    return merge_defaults(higher, lower)
-
-
-def merge_defaults(higher: Settings, lower: Settings) -> dict[str, Any]:
-    """Merges settings over others, and drops the others that they supersede.
-
-    `--sample_steps 8` supersedes the timesteps of a record, recipe or shared command line. With a
-    setting, those that need it are dropped.
-
-    Raises:
-        InputError: A setting of the higher layer has no effect with one of the lower layer.
-    """
-    stale = {*_list_superseded(higher, lower)}
-    merged = {**{name: value for name, value in lower.items() if name not in stale}, **higher}
-    for name in merged.keys() - higher.keys():
-        needs = FLAGS[name].needs if name in FLAGS else None
-        if needs is not None and lower.get(needs) and not merged.get(needs):
-            del merged[name]
-    if "sample_solver" not in higher and "sample_shift" in higher:
-        rules.check_rules((rules.SHIFT_OF_RCM_RULE,), merged)
-    return merged
-
-
-def _list_superseded(higher: Settings, lower: Settings) -> Iterator[str]:
-    """Lists the names of the settings that a higher layer supersedes in a lower one."""
+        yield from selected
+        higher = {**selected, **higher}
+    if "recipe" in higher and layer.kind == "record":
+        yield from RECIPE_SETTINGS
+    if higher.get("sample_solver") == "rcm" and layer.kind != "default":
+        yield "sample_shift"
     changed = {  # images in memory may be arrays, which are not compared
         name for name in higher if name not in lower or lower[name] != higher[name]
     }

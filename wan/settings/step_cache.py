@@ -281,10 +281,11 @@ def get_changed_parameters(cache: StepCache) -> dict[str, Any]:
     }
 
 
-def is_parameter_used(name: str, values: Mapping[str, Any]) -> bool:
-    """Whether a setting has an effect on the selected policy; True for other settings."""
-    policies = _list_policies_using(name)
-    return not policies or build_from_values(StepCache, values).policy in policies
+def list_unused_parameters(values: Mapping[str, Any]) -> list[str]:
+    """Lists the settings that are parameters of policies other than the selected one."""
+    policy = build_from_values(StepCache, values).policy
+    policies = {name: _list_policies_using(name) for name in values}
+    return [name for name in values if policies[name] and policy not in policies[name]]
 
 
 def check_step_cache(cache: StepCache, parallel: Parallel, execution: Execution) -> None:

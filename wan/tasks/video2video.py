@@ -18,7 +18,6 @@ from wan.media import images
 from wan.media.video_reader import FrameReader, VideoFile, read_frames_at, read_video
 from wan.media.video_writer import load_latents, read_latents_shape
 from wan.settings.errors import InputError
-from wan.settings.flags import check_needed_settings
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import Preset
 from wan.settings.rules import Values
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 DEFAULT_STRENGTH = 0.8  # as in diffusers
 _MIN_FPS, _MAX_FPS = 1, 240  # frames per second, the range of `fps`
-_SETTINGS = ("src_video", "strength", "refine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,6 @@ class VideoToVideo(Task):
     """The part of a task that may start from a video. Without `src_video` it changes nothing."""
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> Inputs:
-        check_needed_settings({name: values[name] for name in _SETTINGS if name in values})
         if "src_video" not in values:
             return Inputs()
         path = values["src_video"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from wan.settings.errors import COMMAND_LINE_NAMING, FlagNaming, InputError
 from wan.settings.flags import FLAGS
+from wan.settings.layers import Layer
 from wan.settings.values import expand_home, join_with_or
 
 _UNSUPPORTED_VARIABLES: dict[str, tuple[str | None, str]] = {
@@ -85,8 +86,8 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> None:
             raise InputError(f"{name} is {environ[name]!r}, {remedy}.")
 
 
-def read_variable_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Returns the settings that environment variables of the Ascend adaptation of Wan2.2 set.
+def read_variables(environ: Mapping[str, str] = os.environ) -> Layer:
+    """Reads the settings that environment variables of the Ascend adaptation of Wan2.2 set.
 
     Raises:
         InputError: A variable is unsupported, or has a value that the adaptation does not have.
@@ -111,7 +112,8 @@ def read_variable_settings(environ: Mapping[str, str] = os.environ) -> dict[str,
                 f"must be {join_with_or(allowed)}",
                 f"unset it, or use {join_with_or([f'`{flag}`' for flag in flags])}",
             )
-    return settings
+
+    return Layer("environment variables", make_flag_naming(environ), settings)
 
 
 def make_flag_naming(environ: Mapping[str, str] = os.environ) -> FlagNaming:
