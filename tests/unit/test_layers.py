@@ -17,13 +17,14 @@ import pytest
 import torch
 
 import wan
-from tests.pipelines import fail_on_demo
+from tests.pipelines import fail_on_demo, resolve_plan
 from tests.refusals import get_refusal
 from wan.app import flag_parser, resolve
 from wan.app.resolve import ResolveContext, make_line_resolver, resolve_settings
 from wan.app.run import Run
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.pipeline.pipeline import Pipeline
+from wan.planner import report
 from wan.serve import fields
 from wan.settings.errors import KEYWORD_NAMING, InputError
 from wan.settings.flags import PYTHON_KEYWORDS
@@ -190,6 +191,47 @@ def test_settings_of_a_video_win_over_shared_ones(
         if actual != expected:
             wrong.append((shared, video, actual, expected))
     assert not wrong, "\n\n".join(map(str, wrong))
+
+
+def test_each_value_knows_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the line down to the checkpoint; the record and the plan name the sources."""
+    monkeypatch.setenv("PRECISION", "0")
+    record, lines = tmp_path / "record.json", tmp_path / "lines.txt"
+    record.write_text(json.dumps({"settings": {"recipe": "rcm-4step", "fps": 9, "prompt": "b"}}))
+    lines.write_text('a\n{"prompt": "c", "frame_num": 9}')
+    shared = {"ckpt_dir": DEMO, "from_json": record, "size": "64*64", "base_seed": 1}
+    shared |= {"prompt_file": lines, "save_file": tmp_path / "out"}
+    line = resolve_settings(parse(shared)).lines[1].run
+    assert line is not None
+    names = ("frame_num", "size", "fps", "noise_device", "sample_solver")
+    assert [line.sources.get(name) for name in names] == [
+        *("line 2", "the command line", str(record)),
+        *("environment variables", "recipe rcm-4step"),
+    ]
+    assert "comm_type" not in line.sources
+    plan = resolve_plan("--ckpt_dir", DEMO, "--sample_steps", "3")
+    report.print_plan_report(plan)
+    printed = capsys.readouterr().out
+    assert f"From the command line: ckpt_dir {DEMO}, sample_steps 3\n" in printed
+    assert plan.sources["fps"] == f"{DEMO}/generation_config.json"
+
+
+def test_refusals_name_a_setting_as_its_layer_does(tmp_path: Path) -> None:
+    """In each front end; what it has not set, as the layer that has set it."""
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps({"settings": {"sample_solver": "rcm", "sample_steps": 2}}))
+    shift = "has no effect on"
+    for video, shared, words in (
+        ({"sample_shift": 3}, RCM, f"sample_shift {shift} --sample_solver rcm"),
+        ({**RCM, "sample_shift": 3}, {}, f"sample_shift {shift} sample_solver rcm"),
+        ({"sample_shift": 3}, {"from_json": record}, f"{shift} {record}: sample_solver rcm"),
+    ):
+        for resolve_video in (resolve_line, resolve_request):
+            assert words in get_refusal(resolve_video, shared, video, tmp_path)
+    flags = {"from_json": record, "sample_shift": 3, "save_file": "x/v.mp4", "ckpt_dir": DEMO}
+    assert f"--sample_shift {shift} {record}: " in get_refusal(lambda: resolve_one(parse(flags)))
 
 
 def test_settings_go_with_the_one_that_they_need(tmp_path: Path) -> None:

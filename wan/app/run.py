@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,7 @@ class Run:
     device_memory: int | None
     power: bool
     settings: dict[str, Any]
-    sources: Mapping[str, str]
+    sources: dict[str, str]
     notices: tuple[str, ...]
     lines: tuple[PromptLine, ...] = ()
     summary: Path | None = None

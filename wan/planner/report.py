@@ -17,6 +17,7 @@ from wan.planner.measure import Planner
 from wan.planner.placement import list_layouts
 from wan.planner.topology import find_nearest_run, iter_decodings
 from wan.settings.errors import InputError, escape_controls
+from wan.settings.values import format_value
 from wan.tasks.base import VideoParams
 from wan.utils import env, system
 
@@ -31,7 +32,7 @@ def print_plan_report(run: Run) -> None:
         raise InputError("`host_gbs`", None, "has no effect where no blocks are copied", remedy)
     planner = Planner(run.setup, run.params)
     flag_naming = env.make_flag_naming()
-    plan_lines = [*map(flag_naming.render, run.notices)]
+    plan_lines = [*map(flag_naming.render, run.notices), *describe_sources(run)]
     plan_lines += describe_plan(planner, run.settings["task"], planning.host_gbs)
     if planning.nodes is not None:
         plan_lines += map(
@@ -45,6 +46,16 @@ def print_plan_report(run: Run) -> None:
     free = system.read_available_memory() if run.device_memory is None else memory
     for line in describe_rereads(planner, free or 0):
         print(line)
+
+
+def describe_sources(run: Run) -> list[str]:
+    """Describes where settings come from, a line for each source; the others are defaults."""
+    settings_by_source: dict[str, list[str]] = {}
+    for name, source in reversed(run.sources.items()):
+        if name in run.settings:
+            text = f"{name} {format_value(run.settings[name])}"
+            settings_by_source.setdefault(source, []).append(text)
+    return [f"From {source}: {', '.join(texts)}" for source, texts in settings_by_source.items()]
 
 
 def describe_plan(planner: Planner, task: str, host_gbs: float | None = None) -> list[str]:
