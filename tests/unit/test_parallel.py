@@ -164,6 +164,8 @@ def test_layouts_on_two_machines() -> None:
     assert ulysses_only.seconds == pytest.approx(1.5e6 / 1e11 + 2e6 / 1e10)
     ring_only = by_sizes[1, 8, 1]  # the rank that passes on to the other machine
     assert (ring_only.bytes_inside, ring_only.bytes_between) == pytest.approx((0, 14e6))
+    rings_inside = by_sizes[2, 2, 2]  # the last rank of a ring passes on to its first one
+    assert (rings_inside.bytes_inside, rings_inside.bytes_between) == pytest.approx((8e6, 0))
     assert list_layouts(8, 40, 2, 8e6, None)[0].bytes_between == min(
         item.bytes_between for item in by_sizes.values()
     )

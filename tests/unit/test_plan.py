@@ -289,6 +289,7 @@ def test_every_proposal_is_accepted(
         proposed = re.findall(r"`(\w+)(?:=(\w+))?`", settings)
         added = [part for name, value in proposed for part in (f"--{name}", value) if part]
         assert not {f"--{name}" for name, value in proposed if not value} & {*argv}, settings
+        assert "--device cpu" not in flags or "t5_cpu" not in settings, "it saves nothing there"
         run = resolve_plan(*argv, *added)
         assert (run.setup.parallel, run.setup.execution) == (setup.parallel, setup.execution)
 
@@ -361,7 +362,8 @@ def test_ranks_of_a_ring_that_are_measured(tiny) -> None:
         forward.size.activations for forward in plan.measure_forwards(plan.setup.parallel)
     )
     assert last.total() < first.total() < middle.total()
-    assert plan.compute_stage_memory()["denoising"]["norms"] == middle["norms"]
+    denoising = plan.compute_stage_memory()["denoising"]
+    assert all(denoising[name] >= size for name, size in middle.items()), "the fullest counts"
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import power_model
 from benchmarks.power_model import Constants, Workload
 from tests.conftest import slow
-from tests.dist import REPO
 from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals
 from wan.app.programs import run_program
@@ -86,9 +83,8 @@ def test_power_below_the_limit_is_not_throttled() -> None:
 
 
 def test_every_mode_of_the_table_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    mode = attention_modes.Mode(
-        "fewer chunks", chunks=5, blocks=3, order=attention_modes.order_sequentially
-    )
+    order = attention_modes.order_sequentially
+    mode = attention_modes.Mode("fewer chunks", chunks=5, blocks=3, order=order)
     monkeypatch.setitem(MODES, 3, mode)
     predictions = {row.name: row for row in power_model.predict_modes(PUBLISHED_WORK, Constants())}
     assert predictions["3 fewer chunks"].chunks == 5
@@ -121,21 +117,14 @@ def test_flops_against_the_block() -> None:
     rope = (torch.ones(tokens, 1, channels // heads), torch.zeros(tokens, 1, channels // heads))
     kv = torch.zeros(2, 1, text, heads, channels // heads).unbind(0)
     counter = FlopCounterMode(display=False)
+    context = ForwardContext((tokens,), rope, tokens)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
-        block(
-            x_BLC,
-            e0_BR6C,
-            torch.zeros(1, text, channels),
-            kv,
-            ForwardContext((tokens,), rope, tokens),
-        )
+        block(x_BLC, e0_BR6C, torch.zeros(1, text, channels), kv, context)
     seconds = sum(seconds for _, seconds in work.list_layer_work(MODES[0], 1, constants))
     assert counter.get_total_flops() == pytest.approx(seconds * 1e9)
 
 
-@pytest.mark.parametrize(
-    ("ulysses", "ring", "comm_type"), [(2, 2, 1), slow(4, 1, 1), slow(4, 1, 0), slow(2, 2, 2)]
-)
+@pytest.mark.parametrize(("ulysses", "ring", "comm_type"), [(2, 2, 1), slow(2, 2, 2)])
 def test_bytes_against_the_layers(
     ulysses: int, ring: int, comm_type: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,17 +146,14 @@ def test_bytes_against_the_layers(
     assert waited == pytest.approx(to_all * (ulysses - 1) / ulysses + hops, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("more_flags", "branches"), [("", 2), ("--cfg_size 2", 1), ("--sample_guide_scale 1", 1)]
-)
 def test_a_rank_calls_each_layer_once_a_step_and_branch(
-    more_flags: str, branches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank computes both guidance branches, one of two, or the only branch."""
     monkeypatch.chdir(tmp_path)
-    flags = f"--task t2v-1.3B --ulysses_size 2 --sample_steps 5 {more_flags}"
-    run = resolve_plan(*flags.split())
-    assert Workload.from_run(run).layers == 30 * 5 * branches
+    for more_flags, branches in (("", 2), ("--cfg_size 2", 1), ("--sample_guide_scale 1", 1)):
+        flags = f"--task t2v-1.3B --ulysses_size 2 --sample_steps 5 {more_flags}"
+        assert Workload.from_run(resolve_plan(*flags.split())).layers == 30 * 5 * branches
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,20 +163,6 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     power_model.main(["--task", "ti2v-5B", "--pfa", "1.2"])
     out = capsys.readouterr().out
     assert "108.35" not in out and "command line" in out
-
-
-def test_program_needs_no_torch(tmp_path: Path) -> None:
-    program = str(REPO / "benchmarks" / "power_model.py")
-    script = f"""import runpy, sys
-sys.argv = ["power_model.py", "--ulysses_size", "8"]
-try:
-    runpy.run_path({program!r}, run_name="__main__")
-finally:
-    print("torch" in sys.modules)"""
-    command = [sys.executable, "-c", script]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0 and "x ulysses 8;" in result.stdout, result.stderr
-    assert result.stdout.endswith("False\n")
 
 
 def test_the_command_of_earlier_versions_names_the_program(
