@@ -163,6 +163,9 @@ def test_entries_marked_as_folders_and_without_crc(tmp_path: Path) -> None:
     data[name - 8] |= 0x10  # the attributes in the archive's directory
     path.write_bytes(data)
     assert torch.equal(open_sources(read_file_headers(path))["x"].read(slice(None)), BASE)
+    data[name - 26 : name - 18] = (10**6).to_bytes(4, "little") * 2  # its sizes in the archive
+    path.write_bytes(data)
+    assert "truncated" in get_refusal(read_file_headers, path), "it ends after the file"
 
 
 def write_archive(
