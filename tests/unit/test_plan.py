@@ -416,7 +416,8 @@ FSDP = ("--ulysses_size", "8", "--dit_fsdp", "--t5_fsdp")
 def test_the_bound_lies_a_little_below(argv: tuple[str, ...]) -> None:
     plan = planner(*argv, "--device", "cuda")
     check_bounds(plan, 0.85)
-    check_vae_estimate(plan)
+    if plan.setup.execution.offload_model:  # otherwise the networks stay while it decodes
+        check_vae_estimate(plan)
 
 
 def check_vae_estimate(task_planner: Planner) -> None:
