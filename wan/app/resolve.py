@@ -45,6 +45,7 @@ from wan.pipeline.setup import Setup
 from wan.settings import parallel, recipes
 from wan.settings.attention import Attention
 from wan.settings.command import (
+    CheckpointOptions,
     Loras,
     NetworkFiles,
     Output,
@@ -209,7 +210,8 @@ def resolve_run(settings: Settings, context: ResolveContext) -> Run:
     Raises:
         InputError: A setting is invalid, or settings do not fit together.
     """
-    weights = _find_weights(settings, context)
+    files = build_from_values(NetworkFiles, settings)
+    weights = _find_weights(build_from_values(CheckpointOptions, settings), files, context)
     defaults = read_generation_config(weights.folder if weights.is_written else None)
     inputs = _read_inputs(settings, weights.preset, defaults, context)
     checkpoint = _inspect_checkpoint_folder(settings, weights, inputs, context)
@@ -252,19 +254,18 @@ def _choose_preset(name: str, preset: Preset, checkpoint: Checkpoint) -> Preset:
     return preset
 
 
-def _find_weights(settings: Settings, context: ResolveContext) -> Weights:
+def _find_weights(
+    options: CheckpointOptions, files: NetworkFiles, context: ResolveContext
+) -> Weights:
     """Finds the checkpoint folder.
 
     Without `ckpt_dir` it is the official folder name, the folder of a given DiT, or a demo.
     """
-    name: str = settings.get("task", "t2v-A14B")
+    name = options.task
     preset = PRESETS[TASK_ALIASES.get(name, name)]
     official = Path(preset.folder)
-    folder: Path | None = settings.get("ckpt_dir")
-    if folder is None and has_folder(official):
-        folder = official
-    for key in ("dit", "dit_high_noise", "dit_low_noise"):
-        folder = settings[key].parent if folder is None and key in settings else folder
+    dit = files.dit or files.dit_high_noise or files.dit_low_noise
+    folder = options.ckpt_dir or (official if has_folder(official) else dit and dit.parent)
     if folder is not None:
         return Weights(name, preset, folder, is_demo=False, is_written=is_folder(folder))
     trained = DEMO_FOLDER / preset.task
@@ -364,7 +365,9 @@ def make_setup(
         values: Settings; those that do not concern the setup are ignored.
         world_size: Ranks per video.
     """
-    execution, chip = build_from_values(Execution, values), values.get("chip")
+    execution = build_from_values(Execution, values)
+    chip = build_from_values(PlanOptions, values).chip
+    options = build_from_values(CheckpointOptions, values)
     attention = build_from_values(Attention, values)
     cache_settings = build_from_values(StepCache, values)
     if chip is not None:
@@ -377,9 +380,9 @@ def make_setup(
         ranks_per_node = env.local_world_size()
         notices += parallel.note_machine_spanning(topology, ranks_per_node, checkpoint.num_heads)
     quantized_dit = None
-    if "quant_dit_path" in values:
+    if options.quant_dit_path is not None:
         quantized_dit = w8a8_export.read_quantized_dit(
-            values["quant_dit_path"],
+            options.quant_dit_path,
             checkpoint,
             device=execution.device,
             fa_quant=attention.fa_quant if attention.fp8 else None,
