@@ -20,6 +20,7 @@ import wan
 from tests.pipelines import fail_on_demo, resolve_plan
 from tests.refusals import get_refusal
 from wan.app import flag_parser, resolve
+from wan.app.call_arguments import bind_arguments
 from wan.app.resolve import ResolveContext, make_line_resolver, resolve_settings
 from wan.app.run import Run
 from wan.checkpoint.layout import inspect_checkpoint
@@ -274,6 +275,21 @@ def test_keywords_of_a_call_win_over_shared_ones(
         if generated[-2] != generated[-1]:
             wrong.append((shared, video, *generated[-2:]))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_none_replaces_a_default_of_the_signature() -> None:
+    """`num_repeat=None` of WanS2V means as many clips as the audio needs; its default is 1."""
+    none = {"num_repeat": None}
+    for call, shared, num_clip in (
+        ({}, {}, 1),
+        (none, {}, None),
+        ({}, none, None),
+        ({"num_repeat": 2}, none, 2),
+        (none, {"num_repeat": 2}, None),
+    ):
+        generate = wan.WanS2V.generate
+        layers, _ = bind_arguments(generate, call, shared, wan.WanS2V.flag_names).read_layers()
+        assert merge(*layers).get("num_clip") == num_clip
 
 
 def test_the_remedy_of_a_missing_folder_can_be_followed(tiny: Any) -> None:

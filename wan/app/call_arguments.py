@@ -56,7 +56,8 @@ class Arguments:
             InputError: A keyword is unknown, or a value is not allowed.
         """
         arguments = {self._get_flag_name(name): name for name in self.defaults}
-        for name in {**self.shared, **self.call}.keys() - self.defaults.keys():
+        user_arguments = {**self.shared, **self.call}
+        for name in user_arguments.keys() - self.defaults.keys():
             if not is_python_setting(name, "video"):
                 raise make_keyword_error(name, "video")
             if name in arguments:
@@ -66,7 +67,8 @@ class Arguments:
         layers = (
             self._read(self.call, "the call"),
             self._read(self.shared, "generate_many"),
-            signature.drop(replaceable),
+            # None replaces a default, too.
+            signature.drop([*replaceable, *map(self._get_flag_name, user_arguments)]),
         )
         return layers, replace(signature.select(replaceable), kind="default")
 
