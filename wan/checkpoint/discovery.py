@@ -104,16 +104,16 @@ class WeightFinder:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._inspect = lru_cache(maxsize=None)(inspect_weights)
         self.errors: list[InputError] = []
 
     def find_all(self, component: str) -> list[WeightFile]:
         """Returns all files of a component, in the folder itself and in ComfyUI's subfolders."""
-        paths = [*self._folder.iterdir(), *self._folder.glob("*/*.gguf")]
+        paths = [*self.folder.iterdir(), *self.folder.glob("*/*.gguf")]
         for name in _SUBFOLDERS[component]:
-            self._note_broken_link(self._folder / name)
-            paths += [*self._folder.glob(f"{name}/*"), *self._folder.glob(f"{name}/*/*")]
+            self._note_broken_link(self.folder / name)
+            paths += [*self.folder.glob(f"{name}/*"), *self.folder.glob(f"{name}/*/*")]
         weight_files: list[WeightFile] = []
         for path in sorted({path for path in paths if path.suffix in WEIGHT_FILES}):
             if self._note_broken_link(path) or not path.is_file() or is_further_shard(path):
@@ -128,7 +128,7 @@ class WeightFinder:
                     self.errors.append(error)
                 continue
             weight_files += networks.get(component, ())
-        tags = detect_experts(dict.fromkeys(file.path for file in weight_files), self._folder)
+        tags = detect_experts(dict.fromkeys(file.path for file in weight_files), self.folder)
         return [replace(weight_file, tag=tags[weight_file.path]) for weight_file in weight_files]
 
     def _note_broken_link(self, path: Path) -> bool:
@@ -150,12 +150,12 @@ class WeightFinder:
         plain = [file for file in candidates if file.path.suffix not in PICKLE_SUFFIXES]
         candidates = plain or candidates
         if len(candidates) > 1:
-            names = sorted(str(file.path.relative_to(self._folder)) for file in candidates)
+            names = sorted(str(file.path.relative_to(self.folder)) for file in candidates)
             listing = f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
             why = (
                 f"holds {len(names)} files with {COMPONENTS[component]} to choose from ({listing})"
             )
-            raise InputError(f"{self._folder}", None, why, f"choose one with `{flag}`")
+            raise InputError(f"{self.folder}", None, why, f"choose one with `{flag}`")
         if not candidates and self.errors:
             raise self.errors[0]
         return next(iter(candidates), None)

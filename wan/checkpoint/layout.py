@@ -229,9 +229,7 @@ def inspect_checkpoint(
     experts, vace_modules = _read_explicit_experts(network_files, presets)
     if "dit" not in experts and not experts.keys() >= {*EXPERT_FOLDERS}:
         base_presets = add_t2v_presets(presets) if vace_modules else presets
-        dits = _read_folder_experts(
-            finder, folder, index if diffusers else None, base_presets, experts
-        )
+        dits = _read_folder_experts(finder, index if diffusers else None, base_presets, experts)
         experts = {**dits, **experts}
     tensors = {name: files.tensors for name, files in experts.items()}
     vace_modules = vace_modules or find_vace_modules(finder, tensors, presets)
@@ -271,9 +269,8 @@ def inspect_checkpoint(
 def _add_control_blocks(experts: dict[str, DitFiles], expert: str, path: Path) -> DitFiles:
     """Adds the control blocks of a file to an expert."""
     if expert not in experts:
-        why, remedy = f"is for the {expert} expert, which is missing", "give a folder that has it"
-        setting = f"dit_{expert}"
-        raise InputError(f"`{setting}`", path, why, remedy)
+        why, setting = f"is for the {expert} expert, which is missing", f"dit_{expert}"
+        raise InputError(f"`{setting}`", path, why, "give a folder that has it")
     files = experts[expert]
     config, tensors = add_vace_module(path, files.folder, files.config, files.tensors)
     return replace(files, config=config, tensors=tensors)
@@ -287,7 +284,6 @@ def _read_explicit_experts(
     Returns the DiTs, and the files of VACE's control blocks alone.
     """
     high_noise, low_noise = network_files.dit_high_noise, network_files.dit_low_noise
-    paths = {"dit": network_files.dit, "high_noise": high_noise, "low_noise": low_noise}
     if network_files.dit is not None and (high_noise or low_noise):
         why = "is a task's only network, and cannot be given with one of two experts"
         remedy = "give `dit_high_noise` and `dit_low_noise`"
@@ -297,15 +293,17 @@ def _read_explicit_experts(
         raise InputError("`dit_high_noise`", high_noise, why, "give two files")
     dits: dict[str, DitFiles] = {}
     vace_modules: dict[str, Path] = {}
-    for expert, path in paths.items():
+    for setting in ("dit", "dit_high_noise", "dit_low_noise"):
+        path: Path | None = getattr(network_files, setting)
         if path is None:
             continue
-        flag = "`dit`" if expert == "dit" else f"`dit_{expert}`"
+        expert, flag = setting.removeprefix("dit_"), f"`{setting}`"
         if not any(expert in preset.experts for preset in presets):
-            num_networks = "two experts" if expert == "dit" else "one network"
-            remedy = "use `dit_high_noise` and `dit_low_noise`" if expert == "dit" else "use `dit`"
-            tasks = " or ".join(preset.task for preset in presets)
-            raise InputError(flag, path, f"does not fit {tasks}, which has {num_networks}", remedy)
+            why = f"does not fit {' or '.join(preset.task for preset in presets)}, which has "
+            if expert == "dit":
+                remedy = "use `dit_high_noise` and `dit_low_noise`"
+                raise InputError(flag, path, f"{why}two experts", remedy)
+            raise InputError(flag, path, f"{why}one network", "use `dit`")
         if path.exists() and VACE_MODULE in inspect_weights(path):
             _check_expert_in_name(flag, path, expert)
             vace_modules[expert] = path
@@ -362,13 +360,11 @@ def _check_component_file(flag: str, path: Path, component: str) -> WeightFile:
 
 def _check_explicit_component(component: str, path: Path, preset: Preset) -> Path:
     """Checks an explicit text encoder, image encoder or VAE and returns its path."""
-    file, channels = (
-        _check_component_file(f"`{component}`", path, component),
-        preset.latent_channels,
-    )
-    if component == "vae" and file.channels != channels:
-        why = f"has {file.channels} latent channels, and the networks of {preset.kind} have "
-        raise InputError("`vae`", path, f"{why}{channels}", "give the VAE of this task")
+    channels = _check_component_file(f"`{component}`", path, component).channels
+    expected = preset.latent_channels
+    if component == "vae" and channels != expected:
+        why = f"has {channels} latent channels, and the networks of {preset.kind} have {expected}"
+        raise InputError("`vae`", path, why, "give the VAE of this task")
     return path
 
 
@@ -389,9 +385,8 @@ def _find_tokenizer(folder: Path, text_encoder: Path | None) -> Path | None:
             if has_folder(parent / name):
                 _check_links(parent / name)
                 return parent / name
-    return (
-        text_encoder if text_encoder is not None and has_embedded_tokenizer(text_encoder) else None
-    )
+    is_embedded = text_encoder is not None and has_embedded_tokenizer(text_encoder)
+    return text_encoder if is_embedded else None
 
 
 def _find_audio_encoder(folder: Path) -> Path | None:
@@ -447,7 +442,6 @@ def _find_diffusers_component(folder: Path) -> Path | None:
 
 def _read_folder_experts(
     finder: WeightFinder,
-    folder: Path,
     index: PipelineIndex | None,
     presets: tuple[Preset, ...],
     explicit_experts: Collection[str],
@@ -459,85 +453,91 @@ def _read_folder_experts(
         presets: As in `inspect_checkpoint`.
         explicit_experts: Experts that are not read from the folder.
     """
+    folder = finder.folder
     names = EXPERT_FOLDERS if index is None else DIFFUSERS_FOLDERS
     folders = {expert: folder / name for expert, name in names.items() if has_folder(folder / name)}
+    if not folders:
+        has_weights = has_diffusers_weights(folder)
+        dits = {} if has_weights else _read_expert_files(finder, presets, explicit_experts)
+        return dits or {"dit": _read_dit_files(folder)}
     if index is not None and not explicit_experts and "high_noise" in folders:
-        has_second = "transformer_2" in index.components
-        is_complete = len(folders) == 2 or not (has_second or index.boundary is not None)
-        if is_complete and (index.has_null_boundary or len(folders) == 1):
+        has_second = "transformer_2" in index.components or index.boundary is not None
+        is_single = index.has_null_boundary if len(folders) == 2 else not has_second
+        if is_single:
             return {"dit": _read_dit_files(folders["high_noise"])}
-    if folders and len(folders.keys() | {*explicit_experts}) == 1:
+    if len(folders.keys() | {*explicit_experts}) == 1:
         missing = folder / names[({"high_noise", "low_noise"} - folders.keys()).pop()]
-        remedy = "download the other expert too"
-        raise InputError(f"{missing}", None, "is missing", remedy)
-    if folders:
-        remaining = {
-            expert: path for expert, path in folders.items() if expert not in explicit_experts
-        }
-        return {expert: _read_dit_files(path) for expert, path in remaining.items()}
-    if has_diffusers_weights(folder):
-        return {"dit": _read_dit_files(folder)}
-    return _read_expert_files(finder, folder, presets, explicit_experts) or {
-        "dit": _read_dit_files(folder)
+        raise InputError(f"{missing}", None, "is missing", "download the other expert too")
+    return {
+        expert: _read_dit_files(path)
+        for expert, path in folders.items()
+        if expert not in explicit_experts
     }
 
 
 def _read_expert_files(
-    finder: WeightFinder,
-    folder: Path,
-    presets: tuple[Preset, ...],
-    explicit_experts: Collection[str],
+    finder: WeightFinder, presets: tuple[Preset, ...], explicit_experts: Collection[str]
 ) -> dict[str, DitFiles]:
     """Reads the DiTs that are in the folder as files of any name; {} if there are none."""
     weight_files = finder.find_all("dit")
-    matching = [
-        file for file in weight_files if any(_fits_preset(file, preset) for preset in presets)
-    ] or weight_files
-
-    def read_dit(file: WeightFile, stored_expert: str | None = None) -> DitFiles:
+    matching = [file for file in weight_files if _fits_presets(file, presets)] or weight_files
+    picked = _pick_expert_files(finder, matching, presets, explicit_experts)
+    if not picked and (single := _pick_single_file(finder, matching, presets)) is not None:
+        picked = {"dit": replace(single, stored_expert=None)}
+    dits = {}
+    for expert, file in picked.items():
         has_config = has_file(file.path.parent / "config.json")
-        return _read_dit_files(file.path.parent if has_config else folder, file.path, stored_expert)
+        config_folder = file.path.parent if has_config else finder.folder
+        dits[expert] = _read_dit_files(config_folder, file.path, file.stored_expert)
+    return dits
 
-    pair = {}
-    for expert in EXPERT_FOLDERS:
-        candidates = [file for file in matching if file.expert == expert]
-        if expert not in explicit_experts and any(len(preset.experts) == 2 for preset in presets):
-            pair[expert] = finder.pick_one("dit", candidates, f"dit_{expert}")
-    missing = [expert for expert, file in pair.items() if file is None]
-    if (pair and len(missing) < len(pair)) or (pair and explicit_experts):
-        if missing:
-            label = missing[0].replace("_", "-")
-            listing = ", ".join(path.name for path in _list_first_paths(matching))
-            why = f"holds no {label} expert ({listing})"
-            remedy = f"download it, or give one with `dit_{missing[0]}`"
-            raise InputError(f"{folder}", None, why, remedy)
-        return {expert: read_dit(file, file.stored_expert) for expert, file in pair.items() if file}
-    single = [file for file in matching if file.expert is None] or [
-        *{file.path: file for file in matching}.values()
-    ]
-    dims = {preset.dim for preset in presets}
-    if len(single) > 1 and len(presets) < len(PRESETS):
-        key = "patch_embedding.weight"
-        same_dim = [file for file in single if (*file.find_shape(key), 0)[0] in dims]
-        single = same_dim or single
-    has_single = any("dit" in preset.experts for preset in presets)
-    match = finder.pick_one(
-        "dit", single, "dit" if has_single else "dit_high_noise` and `dit_low_noise"
-    )
-    if match is not None and match.tag is not None and match.tag.has_noise:
-        raise InputError(
-            f"{match.path}", None, f"is named as the {match.expert} expert", _GIVE_BOTH_EXPERTS
+
+def _pick_expert_files(
+    finder: WeightFinder,
+    weight_files: Collection[WeightFile],
+    presets: tuple[Preset, ...],
+    explicit_experts: Collection[str],
+) -> dict[str, WeightFile]:
+    """Picks the file of each expert that is not given explicitly; {} if the folder has neither."""
+    if not any(len(preset.experts) == 2 for preset in presets):
+        return {}
+    picked = {
+        expert: finder.pick_one(
+            "dit", [file for file in weight_files if file.expert == expert], f"dit_{expert}"
         )
-    return {} if match is None else {"dit": read_dit(match)}
+        for expert in EXPERT_FOLDERS
+        if expert not in explicit_experts
+    }
+    files = {expert: file for expert, file in picked.items() if file is not None}
+    missing = next((expert for expert in picked if expert not in files), None)
+    if missing is not None and (files or explicit_experts):
+        listing = ", ".join(path.name for path in sorted(file.path for file in weight_files)[:3])
+        why = f"holds no {missing.replace('_', '-')} expert ({listing})"
+        remedy = f"download it, or give one with `dit_{missing}`"
+        raise InputError(f"{finder.folder}", None, why, remedy)
+    return files
 
 
-def _list_first_paths(weight_files: Collection[WeightFile]) -> list[Path]:
-    """Returns the first three paths, for an error message."""
-    return sorted(weight_file.path for weight_file in weight_files)[:3]
+def _pick_single_file(
+    finder: WeightFinder, weight_files: Collection[WeightFile], presets: tuple[Preset, ...]
+) -> WeightFile | None:
+    """Picks the file of a task's only network; None if there is none."""
+    without_expert = [file for file in weight_files if file.expert is None]
+    candidates = [*{file.path: file for file in without_expert or weight_files}.values()]
+    if len(candidates) > 1 and len(presets) < len(PRESETS):
+        key, dims = "patch_embedding.weight", {(preset.dim,) for preset in presets}
+        candidates = [file for file in candidates if file.find_shape(key)[:1] in dims] or candidates
+    has_single = any("dit" in preset.experts for preset in presets)
+    flag = "dit" if has_single else "dit_high_noise` and `dit_low_noise"
+    file = finder.pick_one("dit", candidates, flag)
+    if file is not None and file.tag is not None and file.tag.has_noise:
+        why = f"is named as the {file.expert} expert"
+        raise InputError(f"{file.path}", None, why, _GIVE_BOTH_EXPERTS)
+    return file
 
 
-def _fits_preset(weight_file: WeightFile, preset: Preset) -> bool:
-    """Returns whether a DiT has the kind and the image input of the task."""
+def _fits_presets(weight_file: WeightFile, presets: tuple[Preset, ...]) -> bool:
+    """Returns whether a DiT has the kind and the image input of one of the tasks."""
     present_keys = [
         name
         for name in NETWORK_KEYS.values()
@@ -546,7 +546,8 @@ def _fits_preset(weight_file: WeightFile, preset: Preset) -> bool:
     kind = detect_kind(present_keys, weight_file.channels, weight_file.tensors.values())
     image_key = "img_emb.proj.1.weight"
     takes_images = bool(weight_file.find_shape(image_key, rename_dit_to_diffusers(image_key)))
-    return kind == preset.kind and takes_images == bool(preset.num_clip_vision_images)
+    inputs = {(preset.kind, bool(preset.num_clip_vision_images)) for preset in presets}
+    return (kind, takes_images) in inputs
 
 
 def _read_dit_files(
