@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -278,6 +278,13 @@ def _can_compile_blocks(groups: ParallelGroups | None) -> bool:
     return problem is None
 
 
+def _check_channels(spec: ModelSpec[Any], noun: str, channels: int, expected: int) -> None:
+    """Refuses a network that was made for DiTs of other sizes."""
+    if channels != expected:
+        why = f"has {channels} {noun}, the DiT {expected}: they belong to different checkpoints"
+        raise InputError(str(spec.origin), None, why, "download both again")
+
+
 @dataclass
 class NetworkLoader:
     """Checks a checkpoint's files against its networks at once, and loads the networks on demand.
@@ -314,46 +321,35 @@ class NetworkLoader:
         }
         for dit in self._dit_specs.values():
             dit.check()
-        checks, config = [], ckpt.config
+        config, is_main = ckpt.config, self.groups is None or self.groups.is_main
         self._vae_spec = self._clip_spec = self._text_encoder_spec = None
+        # Each rank only checks networks that it loads: a tokenizer takes memory and time.
         if ckpt.vae is not None:
             self._vae_spec = video_vae.read_vae_spec(ckpt.vae)
-            channels = self._vae_spec.tensors["post_quant_conv.weight"].shape[0]
-            checks.append((self._vae_spec.origin, "latent channels", channels, config["out_dim"]))
+            shape = self._vae_spec.tensors["post_quant_conv.weight"].shape
+            _check_channels(self._vae_spec, "latent channels", shape[0], config["out_dim"])
+            if is_main or setup.execution.vae_parallel:
+                self._vae_spec.check()
         if ckpt.image_encoder is not None:
             from wan.modules import clip
 
             self._clip_spec = clip.make_clip_spec(ckpt.image_encoder)
-            channels = self._clip_spec.tensors["embeddings.patch_embedding.weight"].shape[0]
-            checks.append(
-                (self._clip_spec.origin, "channels of features", channels, config["image_dim"])
-            )
-        if ckpt.text_encoder is not None:
-            self._text_encoder_spec = t5.read_text_encoder_spec(ckpt.text_encoder)
-            channels = self._text_encoder_spec.tensors["shared.weight"].shape[1]
-            name = "channels of embeddings"
-            checks.append((self._text_encoder_spec.origin, name, channels, config["text_dim"]))
-        for origin, name, num_channels, expected in checks:
-            if num_channels != expected:
-                why = f"has {num_channels} {name}, the DiT {expected}: "
-                why += "they belong to different checkpoints"
-                raise InputError(str(origin), None, why, "download both again")
-        # Each rank only checks networks that it loads: a tokenizer takes memory and time.
-        is_main = self.groups is None or self.groups.is_main
-        if self._vae_spec is not None and (is_main or setup.execution.vae_parallel):
-            self._vae_spec.check()
-        if self._clip_spec is not None and is_main:
-            self._clip_spec.check()
+            shape = self._clip_spec.tensors["embeddings.patch_embedding.weight"].shape
+            _check_channels(self._clip_spec, "channels of features", shape[0], config["image_dim"])
+            if is_main:
+                self._clip_spec.check()
         if ckpt.audio_encoder is not None and is_main:
-            audio_encoder.check_audio_encoder(
-                ckpt.audio_encoder, cast(S2VConfig, config)["audio_dim"]
-            )
+            audio_dim = cast(S2VConfig, config)["audio_dim"]
+            audio_encoder.check_audio_encoder(ckpt.audio_encoder, audio_dim)
         self._tokenizer: object = None
         self._runs_text_encoder = is_main or setup.parallel.t5_fsdp
-        if self._text_encoder_spec is not None and self._runs_text_encoder:
-            self._text_encoder_spec.check()
-            if ckpt.tokenizer is not None:
-                self._tokenizer = t5.load_tokenizer(ckpt.tokenizer)
+        if ckpt.text_encoder is not None:
+            self._text_encoder_spec = spec = t5.read_text_encoder_spec(ckpt.text_encoder)
+            shape = spec.tensors["shared.weight"].shape
+            _check_channels(spec, "channels of embeddings", shape[1], config["text_dim"])
+            if self._runs_text_encoder:
+                spec.check()
+                self._tokenizer = t5.load_tokenizer(ckpt.tokenizer) if ckpt.tokenizer else None
 
     def load_dit(self, name: str, *, editable: bool = False) -> WanModel:
         """Loads one expert. editable: Its weights stay on the device and may be changed."""
