@@ -325,6 +325,21 @@ def map_gguf(file: Path, tensors: Iterable[TensorInfo]) -> dict[str, Tensor]:
     return _map_tensors(file, locations)
 
 
+def map_pickle(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Returns tensors of a PyTorch file by name, as read-only views."""
+    pickled_tensors = read_pickled_tensors(file)
+    infos = {name: pickled_tensors[name] for name in names}
+    locations = {}
+    for name, info in infos.items():
+        num_elements = info.storage_bytes // DTYPES[info.dtype].itemsize
+        locations[name] = info.dtype, [num_elements], info.storage_offset
+    storages = _map_tensors(file, locations)
+    return {
+        name: storages[name].as_strided(info.shape, info.strides, info.offset)
+        for name, info in infos.items()
+    }
+
+
 def _map_tensors(
     file: Path, locations: Mapping[str, tuple[str, list[int], int]]
 ) -> dict[str, Tensor]:
@@ -334,72 +349,62 @@ def _map_tensors(
     tensors = {}
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # memory is read-only
         for name, (dtype, shape, offset) in locations.items():
-            buffer_args = {"dtype": DTYPES[dtype], "count": prod(shape), "offset": offset}
-            tensors[name] = torch.frombuffer(memory, **buffer_args).view(shape)
-    return tensors
-
-
-def map_pickle(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Returns tensors of a PyTorch file by name, as read-only views."""
-    with file.open("rb") as handle:
-        memory = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-    tensors, pickled_tensors = {}, read_pickled_tensors(file)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # memory is read-only
-        for name in names:
-            stored = pickled_tensors[name]
-            dtype = DTYPES[stored.dtype]
-            count = stored.storage_bytes // dtype.itemsize
-            tensors[name] = (
-                torch.frombuffer(memory, dtype=dtype, count=count, offset=stored.storage_offset)
-                if count
-                else torch.empty(0, dtype=dtype)
-            ).as_strided(stored.shape, stored.strides, stored.offset)
+            if prod(shape):
+                buffer_args = {"dtype": DTYPES[dtype], "count": prod(shape), "offset": offset}
+                tensors[name] = torch.frombuffer(memory, **buffer_args).view(shape)
+            else:
+                tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
     return tensors
 
 
 def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
     """Maps tensors into memory, opening each file once."""
-    by_file: dict[Path, list[str]] = {}
+    if not tensors:
+        return {}
+    by_file: dict[Path, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
         if not info.chunks:
-            by_file.setdefault(info.file, []).append(name)
+            by_file.setdefault(info.file, {})[name] = info
     sources: dict[str, TensorSource] = {}
-    for file, names in by_file.items():
-        infos = [tensors[name] for name in names]
-        mapped_file = MappedFile.open(file, infos[0].state)
-        try:
-            if file.suffix == ".gguf":
-                views = map_gguf(file, infos)
-            elif file.suffix in PICKLE_SUFFIXES:
-                views = map_pickle(file, {info.name for info in infos})
-            else:
-                views = map_safetensors(file, {info.name for info in infos})
-        except (OSError, LookupError, ValueError):
-            mapped_file.check()  # it may have changed since it was opened
-            raise
-        for name, info in zip(names, infos, strict=True):
-            view = views[info.name]
-            if info.dtype in GGUF:
-                sources[name] = _make_gguf_source(view, info, mapped_file)
-                continue
-            if info.dtype != NVFP4 and info.shape and view.shape != info.shape:
-                rows = view.reshape(-1, *info.shape[1:])
-                view = rows[info.first_row : info.first_row + info.shape[0]]
-            sources[name] = _make_view_source(view, mapped_file)
-    scales = {name: info.scale for name, info in tensors.items() if info.scale is not None}
-    if scales:
-        block_scales = {name: i.block_scales for name, i in tensors.items() if i.block_scales}
-        scale_sources, block_scale_sources = open_sources(scales), open_sources(block_scales)
-        for name in scales:
-            source, scale = sources[name], scale_sources[name]
-            if name in block_scales:
-                sources[name] = _make_nvfp4_source(source, scale, block_scale_sources[name])
-            else:
-                sources[name] = _make_scaled_source(source, scale, tensors[name])
+    for file, infos in by_file.items():
+        sources |= _open_file_sources(file, infos)
+    scales = open_sources({name: info.scale for name, info in tensors.items() if info.scale})
+    block_scales = open_sources({n: i.block_scales for n, i in tensors.items() if i.block_scales})
     for name, info in tensors.items():
         if info.chunks:
             chunks = open_sources({str(i): chunk for i, chunk in enumerate(info.chunks)})
             sources[name] = concat_sources(list(chunks.values()), info.shape)
+        elif name in block_scales:
+            sources[name] = _make_nvfp4_source(sources[name], scales[name], block_scales[name])
+        elif name in scales:
+            sources[name] = _make_scaled_source(sources[name], scales[name], info)
+    return sources
+
+
+def _open_file_sources(file: Path, infos: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
+    """Maps tensors of one file; a source of scaled values reads them without their scales."""
+    names = {info.name for info in infos.values()}
+    mapped_file = MappedFile.open(file, next(iter(infos.values())).state)
+    try:
+        if file.suffix == ".gguf":
+            views = map_gguf(file, infos.values())
+        elif file.suffix in PICKLE_SUFFIXES:
+            views = map_pickle(file, names)
+        else:
+            views = map_safetensors(file, names)
+    except (OSError, LookupError, ValueError):
+        mapped_file.check()  # it may have changed since it was opened
+        raise
+    sources = {}
+    for name, info in infos.items():
+        view = views[info.name]
+        if info.dtype in GGUF:
+            sources[name] = _make_gguf_source(view, info, mapped_file)
+            continue
+        if info.dtype != NVFP4 and info.shape and view.shape != info.shape:
+            rows = view.reshape(-1, *info.shape[1:])
+            view = rows[info.first_row : info.first_row + info.shape[0]]
+        sources[name] = _make_view_source(view, mapped_file)
     return sources
 
 

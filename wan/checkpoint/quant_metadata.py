@@ -99,31 +99,34 @@ def _attach_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         weight = infos.get(f"{layer}.weight")
         if weight is None:
             continue  # the file's metadata may name layers differently
-        weight_format = layer_format.get("format")
-        dtype = _FORMAT_DTYPES.get(weight_format) if isinstance(weight_format, str) else None
-        if dtype is None or layer_format.get("convrot"):
-            label = "int8 of rotated weights" if dtype else format_value(weight_format)
-            why = f"is marked as {label}, which is not supported"
-            remedy = f"get a file of {', '.join(_FORMAT_DTYPES)}"
-            raise InputError(f"{weight.file}: {layer}", None, why, remedy)
-        if weight.dtype != dtype:
-            why = f"is marked as {weight_format}, and stored as {weight.dtype}"
-            raise InputError(f"{weight.file}: {weight.name}", None, why, "get another file")
-        if weight_format == "nvfp4":
+        _check_layer_format(layer, weight, layer_format)
+        if layer_format["format"] == "nvfp4":
             infos[f"{layer}.weight"] = _attach_nvfp4_scales(infos, layer, weight)
         elif layer_format.get("full_precision_matrix_mult"):
             infos[f"{layer}.weight"] = replace(weight, full_precision=True)
     for name in [name for name in infos if name.endswith(_SCALE_SUFFIXES)]:
         layer = name.rpartition(".")[0]
         weight = infos.get(f"{layer}.weight")
-        is_quantized = weight is not None and (
-            weight.dtype in FP8
-            or (weight.dtype == "I8" and (layer in layer_formats or has_scaled_int8(weight)))
-        )
-        if weight is None or weight.scale is not None or not is_quantized:
+        if weight is None or weight.scale is not None:
             continue  # the caller refuses the unknown tensor
-        infos[f"{layer}.weight"] = _attach_scale(layer, weight, infos.pop(name))
+        is_int8 = weight.dtype == "I8" and (layer in layer_formats or has_scaled_int8(weight))
+        if is_int8 or weight.dtype in FP8:
+            infos[f"{layer}.weight"] = _attach_scale(layer, weight, infos.pop(name))
     return infos
+
+
+def _check_layer_format(layer: str, weight: TensorInfo, layer_format: Mapping[str, Any]) -> None:
+    """Refuses a format that is not supported, or in which the weight is not stored."""
+    name = layer_format.get("format")
+    dtype = _FORMAT_DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None or layer_format.get("convrot"):
+        label = "int8 of rotated weights" if dtype else format_value(name)
+        why = f"is marked as {label}, which is not supported"
+        remedy = f"get a file of {', '.join(_FORMAT_DTYPES)}"
+        raise InputError(f"{weight.file}: {layer}", None, why, remedy)
+    if weight.dtype != dtype:
+        why = f"is marked as {name}, and stored as {weight.dtype}"
+        raise InputError(f"{weight.file}: {weight.name}", None, why, _GET_ANOTHER)
 
 
 def _attach_scale(layer: str, weight: TensorInfo, scale: TensorInfo) -> TensorInfo:
@@ -176,7 +179,7 @@ def _attach_nvfp4_scales(
     has_tensor_scale = scale is not None and scale.dtype in FLOATS and prod(scale.shape) == 1
     if len(weight.shape) != 2 or columns % 16 or not has_block_scales or not has_tensor_scale:
         description = f"{weight.file}: {weight.name} {list(weight.shape)}"
-        raise InputError(description, None, "has no scales that fit NVFP4", "get another file")
+        raise InputError(description, None, "has no scales that fit NVFP4", _GET_ANOTHER)
     return replace(weight, dtype=NVFP4, shape=(num_rows, columns), scale=scale, block_scales=scales)
 
 
@@ -217,7 +220,6 @@ def _parse_layer_format(subject: str, dtype: str, text: bytes) -> dict[str, Any]
     except (ValueError, RecursionError):
         layer_format = None
     if not isinstance(layer_format, dict):
-        raise InputError(
-            subject, None, f"is no JSON object ({format_value(text[:40])})", _GET_ANOTHER
-        )
+        why = f"is no JSON object ({format_value(text[:40])})"
+        raise InputError(subject, None, why, _GET_ANOTHER)
     return layer_format
