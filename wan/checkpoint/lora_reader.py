@@ -122,9 +122,8 @@ class LoraReader:
         alpha_infos = {name: info for name, info in alphas.items() if info is not None}
         for info in alpha_infos.values():
             if prod(info.shape) != 1:
-                raise self.make_error(
-                    f"holds {info.name}, which is no single number", "it is damaged"
-                )
+                why = f"holds {info.name}, which is no single number"
+                raise self.make_error(why, "it is damaged")
         scalars = read_scalars(self.path, alpha_infos.values())
         settings = read_peft_settings(self.path, prefix)
         self.check_whole_parameters(layers, settings)
@@ -144,33 +143,34 @@ class LoraReader:
         all_deltas = {name: tuple(x) for name, x in deltas.items()}
         return Lora(self.path, self.strength, all_deltas, unused_names=self.unused_names)
 
-    def group_by_layer(self) -> dict[str, _LoraLayer]:
-        """Groups the file's tensors by official layer name, then by role."""
+    def select_names(self) -> list[str]:
+        """Returns the names of this network's tensors, and sets `unused_names`."""
         if self.has_low_noise_tensors and self.expert == "dit":
             remedy = "this checkpoint has one network"
             raise self.make_error(f"is for two experts ({LOW_NOISE_PREFIX}...)", remedy)
         for name in self.tensors:
             if refusal := find_name_refusal(name):
                 raise self.make_error(*refusal)
-        is_low = self.expert == "low_noise"
-        names = [
-            name
-            for name in self.tensors
-            if not self.has_low_noise_tensors or is_low_noise(name) == is_low
-        ]
+        names = [*self.tensors]
+        if self.has_low_noise_tensors:
+            is_low = self.expert == "low_noise"
+            names = [name for name in names if is_low_noise(name) == is_low]
         if not names:
             remedy = "give another one"
             if self.expert != "dit":
                 remedy = "give it for the other expert, or give another file"
             raise self.make_error(f"holds nothing for the {self.expert} network", remedy)
-        if not any(name.startswith(_IMAGE_INPUT) for name in self.parameter_shapes):
-            self.unused_names = tuple(name for name in names if is_image_layer(name))
-            names = [name for name in names if name not in {*self.unused_names}]
-        if not names:
-            why = (
-                f"changes only the image input of other networks ({list_names(self.unused_names)})"
-            )
+        if any(name.startswith(_IMAGE_INPUT) for name in self.parameter_shapes):
+            return names
+        self.unused_names = tuple(filter(is_image_layer, names))
+        if len(self.unused_names) == len(names):
+            why = f"changes only the image input of other networks ({list_names(names)})"
             raise self.make_error(f"{why}, which this one lacks", "leave it out")
+        return [name for name in names if not is_image_layer(name)]
+
+    def group_by_layer(self) -> dict[str, _LoraLayer]:
+        """Groups the file's tensors by official layer name, then by role."""
+        names = self.select_names()
         suffixes = {name: split_suffix(name) or Suffix(name, "", "") for name in names}
         adapters = {suffix.adapter for suffix in suffixes.values() if suffix.adapter}
         if len(adapters) > 1:
@@ -181,9 +181,8 @@ class LoraReader:
             info, entry = self.tensors[name], layers.setdefault(layer, _LoraLayer(module_names, {}))
             first_info = entry.tensors.setdefault(role, info)
             if first_info is not info:
-                raise self.make_error(
-                    f"changes {layer} twice ({first_info.name} and {name})", "remove one"
-                )
+                why = f"changes {layer} twice ({first_info.name} and {name})"
+                raise self.make_error(why, "remove one")
         return layers
 
     def resolve_names(
@@ -205,12 +204,8 @@ class LoraReader:
         unknown = [name for name, stages in stripped.items() if not is_known(stages[-1])]
         if unknown:
             ends = [name for name in unknown if not suffixes[name].role]
-            shared = (
-                None
-                if ends
-                else find_shared_prefix(stems.values(), is_known, PREFIXES, OTHER_LAYERS)
-            )
-            if shared is None:
+            shared = find_shared_prefix(stems.values(), is_known, PREFIXES, OTHER_LAYERS)
+            if ends or shared is None:
                 raise self.make_name_error(unknown, ends, stems, is_known)
             stripped = {
                 name: strip_prefixes(stem.removeprefix(shared), is_known, PREFIXES)
@@ -226,9 +221,8 @@ class LoraReader:
                 layer, _, parameter = official.rpartition(".")
                 role = f"{'difference of' if role else 'whole'} {parameter}"
             else:
-                raise self.make_name_error(
-                    [name], [name] if stem in layers else [], stems, is_known
-                )
+                ends = [name] if stem in layers else []
+                raise self.make_name_error([name], ends, stems, is_known)
             resolved[name] = layer, role, stages
         return resolved
 
@@ -313,7 +307,7 @@ class LoraReader:
         if orphan is not None and not deltas:
             raise self.make_error(f"has {orphan.name}, but no LoRA for this layer", "it is damaged")
         for role, info in tensors.items():
-            if role != "bias" and not role.startswith(("difference of ", "whole ")):
+            if not role.startswith(("bias", "difference of ", "whole ")):
                 continue
             parameter = f"{name}.{role.rpartition(' ')[2]}"
             shape = self.parameter_shapes.get(parameter)
