@@ -182,8 +182,8 @@ def _read_tensor_section(path: Path, reader: _HeaderReader) -> dict[str, TensorI
         reader,
         lambda name: name == _ALIGNMENT_KEY or name.startswith(_ORIGINAL_SHAPE_PREFIX),
     )
-    for name, value in metadata_values.items():
-        sizes = value if isinstance(value, tuple) else (value,)
+    shapes = {n: x if isinstance(x, tuple) else (x,) for n, x in metadata_values.items()}
+    for name, sizes in shapes.items():
         if len(sizes) > MAX_AXES or any(type(size) is not int for size in sizes):
             raise _DamagedError(f"{format_value(name, str)} is no shape or size")
     alignment = metadata_values.get(_ALIGNMENT_KEY, 32)
@@ -196,20 +196,10 @@ def _read_tensor_section(path: Path, reader: _HeaderReader) -> dict[str, TensorI
         name = reader.read_text()
         if not name:
             raise _DamagedError("a tensor has no name")
-        num_dims = reader.read_number("I")
-        if num_dims > MAX_AXES:
-            raise _DamagedError(f"{format_value(name, str)} has {num_dims} axes")
-        sizes = reader.read_numbers(f"{num_dims}Q")
-        type_number, offset = reader.read_numbers("IQ")
         if name in tensors:
             raise _DamagedError(f"{format_value(name, str)} occurs twice")
-        if offset % alignment:
-            raise _DamagedError(
-                f"{format_value(name, str)} does not begin at a multiple of {alignment}"
-            )
-        shape = metadata_values.get(_ORIGINAL_SHAPE_PREFIX + name, sizes[::-1])
-        shape = shape if isinstance(shape, tuple) else (shape,)
-        tensors[name] = _make_tensor_info(path, name, type_number, sizes, shape, offset)
+        shape = shapes.get(_ORIGINAL_SHAPE_PREFIX + name)
+        tensors[name] = _read_tensor_info(path, reader, name, alignment, shape)
     data_start = -(-reader.position // alignment) * alignment
     for name, info in tensors.items():
         if data_start + info.data_offset + info.nbytes > reader.file_size:
@@ -218,15 +208,23 @@ def _read_tensor_section(path: Path, reader: _HeaderReader) -> dict[str, TensorI
     return tensors
 
 
-def _make_tensor_info(
-    path: Path,
-    name: str,
-    type_number: int,
-    sizes: tuple[int, ...],
-    shape: tuple[int, ...],
-    offset: int,
+def _read_tensor_info(
+    path: Path, reader: _HeaderReader, name: str, alignment: int, shape: tuple[int, ...] | None
 ) -> TensorInfo:
-    """Describes a tensor; `offset` is its first byte after the header."""
+    """Reads the description of a tensor after its name; its offset counts from the header's end.
+
+    Args:
+        shape: The shape before the tensor was reshaped for quantization; None: as stored.
+    """
+    num_dims = reader.read_number("I")
+    if num_dims > MAX_AXES:
+        raise _DamagedError(f"{format_value(name, str)} has {num_dims} axes")
+    sizes = reader.read_numbers(f"{num_dims}Q")
+    type_number, offset = reader.read_numbers("IQ")
+    if offset % alignment:
+        why = f"does not begin at a multiple of {alignment}"
+        raise _DamagedError(f"{format_value(name, str)} {why}")
+    shape = sizes[::-1] if shape is None else shape
     dtype = _TYPE_NAMES.get(type_number, f"kind {type_number}")
     block_sizes = _FLOAT_SIZES | GGUF
     if dtype not in block_sizes:
