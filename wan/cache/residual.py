@@ -70,8 +70,7 @@ class ResidualCache(Cache):
         super().__init__(policy, sync_branches)
         self._all_agree = all_agree or decide_locally
         self._num_first_blocks = policy.num_first_blocks
-        self._order = policy.settings.step_cache_order
-        self._threshold = policy.settings.threshold if policy.decides_per_step else None
+        self._settings, self._decides_per_step = policy.settings, policy.decides_per_step
         self._entries: dict[tuple[str, int], _CachedResidual] = {}
 
     def cached_bytes(self) -> int:
@@ -124,24 +123,22 @@ class ResidualCache(Cache):
 
         if not self.step_lists or step is None or torch.is_grad_enabled():
             return (yield from blocks(x_BLC, 0, None))
-        for key, old_entry in list(self._entries.items()):  # frees those of other experts and grids
-            if (old_entry.expert, old_entry.grid) != (step.expert, step.grid):
-                del self._entries[key]
-        entry = self._entries.setdefault(
-            (step.branch, step.sample), _CachedResidual(step.expert, step.grid)
-        )
+        new_entry = _CachedResidual(step.expert, step.grid)
+        owner = step.expert, step.grid  # entries of others are freed
+        self._entries = {k: e for k, e in self._entries.items() if (e.expert, e.grid) == owner}
+        entry = self._entries.setdefault((step.branch, step.sample), new_entry)
         is_reused = entry.residual is not None and not self.step_lists[step.branch][step.index]
-        x_before = None if self._threshold is None else x_BLC.clone()
+        x_before = x_BLC.clone() if self._decides_per_step else None
         if self._num_first_blocks:
             x_BLC = yield from blocks(x_BLC, 0, self._num_first_blocks)
         sums = None
-        if self._threshold is not None and x_before is not None:
+        if x_before is not None:
             first_change = torch.sub(x_BLC, x_before, out=x_before).to(dtype)
             x_before = None
             if is_reused:
                 assert entry.first_change is not None
                 sums = measure_change(first_change, entry.first_change, num_valid)
-                is_reused = self._all_agree(sums, self._threshold)
+                is_reused = self._all_agree(sums, self._settings.threshold)
             entry.first_change = entry.first_change if is_reused else first_change
 
         def distance() -> float | None:  # of all ranks: `AllAgree` sums in place
@@ -155,7 +152,7 @@ class ResidualCache(Cache):
             if entry.slope is not None:
                 x_BLC.add_(entry.slope, alpha=step.index - entry.step)
             return x_BLC
-        previous_residual = entry.residual if self._order else None
+        previous_residual = entry.residual if self._settings.step_cache_order else None
         entry.residual = None
         x_before = x_BLC.clone()
         x_BLC = yield from blocks(x_BLC, self._num_first_blocks, None)

@@ -163,13 +163,14 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
     for key, value in sizes.items():
         json_value = config_json.get(key, value)
         if type(json_value) is not type(value) or json_value != value:
-            why = (
-                f"is {format_value(json_value)}, but the tensors' shapes give {format_value(value)}"
-            )
+            why = f"is {format_value(json_value)}, but the tensors' shapes give "
+            why += format_value(value)
             raise InputError(f"{path}: {key}", None, why, "download config.json and weights again")
-    for key, (is_valid, allowed) in _RULES.items():
-        if key in config_json and not is_valid(config_json[key]):
-            raise _make_config_error(path, key, config_json[key], allowed)
+    overrides = {key: config_json[key] for key in _RULES if key in config_json}
+    for key, value in overrides.items():
+        is_valid, allowed = _RULES[key]
+        if not is_valid(value):
+            raise _make_config_error(path, key, value, allowed)
     kind = detect_kind(tensors, sizes["in_dim"], tensors.values()) or "t2v"
     json_value = config_json.get("model_type", kind)
     if json_value != kind and NETWORK_KEYS.keys() & {json_value, kind}:
@@ -178,7 +179,6 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
     if not config_json:
         _check_blocks(folder, sizes)
     num_heads = max(sizes["dim"] // 128, 1)  # all published networks have 128 channels per head
-    overrides = {key: config_json[key] for key in _RULES if key in config_json}
     config = {**_DEFAULTS, "model_type": kind, "num_heads": num_heads, **overrides, **sizes}
     dim, num_heads = config["dim"], config["num_heads"]
     if num_heads < 1 or dim % (2 * num_heads):

@@ -187,9 +187,8 @@ def read_video(path: Path, setting: str, fps: float | None = None) -> VideoFile:
         why = f"has no video stream, only {kinds}"
         raise InputError(setting, path, why, "give a video with pictures, such as an mp4")
     if not probe.times:
-        why = f"cannot be read as a video ({probe.failure})"
-        if is_image_file(path):
-            why = "is a still image, not a video"
+        failure = f"cannot be read as a video ({probe.failure})"
+        why = "is a still image, not a video" if is_image_file(path) else failure
         raise InputError(setting, path, why, "give an mp4, or another video")
     times = _complete_times(probe)
     rate = _measure_rate(times)
@@ -199,10 +198,10 @@ def read_video(path: Path, setting: str, fps: float | None = None) -> VideoFile:
     filters = _choose_color_filters(probe, path)
     if size != probe.size:  # scaled in RGB, as subsampled colors would blur
         stretch = f"format=gbrp,scale=w={size[0]}:h={size[1]}:flags=lanczos"
-        filters = f"{filters},{stretch}" if filters else stretch
+        filters = ",".join(filter(None, (filters, stretch)))
     if _is_uniform(times):
         is_exact = not rate or abs(probe.fps - rate) <= 0.01 * rate
-        constant_fps = probe.fps if probe.fps and is_exact else rate
+        constant_fps = probe.fps if is_exact else rate
         late = max(_round_half_up(times[0] * constant_fps), 0)
         if late:
             logger.warning(

@@ -168,14 +168,14 @@ def _iter_dit_weights(setup: Setup, device: str, num_ranks: int) -> Iterator[tup
         is_fp32 = keeps_fp32(name) and not execution.convert_model_dtype
         dtype = "F32" if is_fp32 else compute_dtype
         yield name, *sizes.compute(info, dtype, name not in lora_changes)
+    linear_dtypes = {**_W8A8_DTYPES, "mul_scale": compute_dtype}
     for layer, linear in linears.items():
         for suffix, info in linear.tensors.items():
             if device == "npu":  # as stored
                 yield layer, info.nbytes, 0
-            elif suffix in ("weight", "mul_scale"):
-                yield layer, *sizes.compute(info, _W8A8_DTYPES.get(suffix, compute_dtype))
-            elif suffix in _W8A8_DTYPES:
-                yield layer, *sizes.compute(info, _W8A8_DTYPES[suffix], may_map=False)
+            elif suffix in linear_dtypes:
+                may_map = suffix in ("weight", "mul_scale")
+                yield layer, *sizes.compute(info, linear_dtypes[suffix], may_map)
 
 
 def find_unconverted_layers(

@@ -151,8 +151,9 @@ def _list_settings(run: Run) -> dict[str, Schema]:
     """Returns the schema of each setting that a request may have, without files."""
     defaults, preset = _read_defaults(), run.setup.preset
     properties: dict[str, Schema] = {}
+    other_fields = {*PATH_SETTINGS, *fields.UPLOADS, "sample_guide_scale"}  # an alias of guidance
     for name, flag in FLAGS.items():
-        if not flag.line or name in PATH_SETTINGS or name in fields.UPLOADS:
+        if not flag.line or name in other_fields:
             continue
         is_unused = defaults[name] is REQUIRED and name not in run.settings
         if flag.needs is not None and not FLAGS[flag.needs].line:
@@ -173,7 +174,6 @@ def _list_settings(run: Run) -> dict[str, Schema]:
         del properties["size"]["default"]
     if run.params.task.has_fixed_fps:
         properties["fps"] |= {"const": properties["fps"]["default"]}
-    del properties["sample_guide_scale"]  # an alias of the guidance fields
     properties["seed"] |= {
         "type": ["integer", "array"],
         "default": -1,

@@ -163,14 +163,14 @@ def check_attention(attention: Attention, execution: Execution) -> None:
         supported_types = join_with_or([row.name for row in RAINFUSION.values() if row.factories])
         why = f"is not supported: {kind.unsupported_reason}"
         raise InputError("`rainfusion_type`", kind.name, why, f"use {supported_types}")
-    if attention.quant_alltoall and not attention.fp8:
-        raise InputError("`quant_alltoall`", None, "exchanges FP8 tensors", "add `fa_quant=fp8`")
-    if attention.quant_alltoall and sparse:
-        why = (
-            "quantizes before the exchange, but `use_rainfusion` computes its masks from "
-            "unquantized tensors"
-        )
-        raise InputError("`quant_alltoall`", None, why, "drop one of them")
+    if attention.quant_alltoall:
+        if not attention.fp8:
+            why, remedy = "exchanges FP8 tensors", "add `fa_quant=fp8`"
+            raise InputError("`quant_alltoall`", None, why, remedy)
+        if sparse:
+            why = "quantizes before the exchange, but `use_rainfusion` computes its masks from "
+            why += "unquantized tensors"
+            raise InputError("`quant_alltoall`", None, why, "drop one of them")
     if attention.fp8 and sparse and not kind.has_fp8:
         fp8_types = [f"`rainfusion_type={row.name}`" for row in RAINFUSION.values() if row.has_fp8]
         why = "has no FP8 kernel for `fa_quant=fp8`"
@@ -179,8 +179,7 @@ def check_attention(attention: Attention, execution: Execution) -> None:
     if cap is not None and cap > restore:
         why = f"is above the {restore} MHz that are restored afterwards"
         raise InputError("`fa_freq_cap`", cap, why, "lower it or give a higher `fa_freq_restore`")
-    if attention.dense_kernel.name != DEFAULT_ALGORITHM:
-        _check_dense_kernel(attention, execution)
+    _check_dense_kernel(attention, execution)
     uncompiled_settings = {
         attention.dense_kernel.setting: attention.dense_kernel.xfuser_member is not None,
         "`fa_quant=fp8`": attention.fp8,
@@ -197,6 +196,8 @@ def _check_dense_kernel(attention: Attention, execution: Execution) -> None:
     """Raises InputError where a dense kernel that is not the default contradicts other settings."""
     kernel = attention.dense_kernel
     why, remedy = "", "drop one of them"
+    if kernel.name == DEFAULT_ALGORITHM:
+        return
     if attention.attention_algo != DEFAULT_ALGORITHM and attention.attention_backend != _AUTO:
         why = f"and `attention_algo={attention.attention_algo}` both name the dense kernel"
     elif attention.fp8:

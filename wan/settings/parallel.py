@@ -166,7 +166,7 @@ def resolve_topology(
     if ring is None:
         ring = max(ranks // ulysses, 1)
     topology, product = format_topology(cfg, ring, ulysses), cfg * ring * ulysses
-    if world == 1 and product > 1:
+    if world == 1 < product:
         why = f"needs {product} ranks, but this is one process"
         remedy = f"start it with torchrun --nproc_per_node={product}, or drop the sizes"
         raise InputError(topology, None, why, remedy)
