@@ -46,7 +46,7 @@ ONLY_FOR = {
     "wan.metering wan.planner wan.diffusers wan.power wan.serve.ranks",
     "wan.pipeline.build": "wan.app wan.cli wan.diffusers.session wan.planner.measure "
     "wan.planner.report wan.power.rounds wan.serve.ranks",
-    "wan.metering": "wan.app.job wan.app.output wan.power",
+    "wan.metering": "wan.app.job wan.app.output wan.app.record wan.power",
 }
 WITHOUT_TORCH = (
     "generate",
@@ -407,9 +407,10 @@ REMOVES = {
     ),
     "tools.demo.outputs": ({"shutil.rmtree"}, "an export that `check_export` has recognised"),
     "wan.app.job": (
-        {"audio_file.replace", "audio_file.unlink", "stale_file.unlink", "path.unlink"},
-        "temporary files of this run, and files that `is_output` has recognised",
+        {"audio_file.replace", "audio_file.unlink", "path.unlink"},
+        "temporary files of this run",
     ),
+    "wan.app.output": ({"stale_file.unlink"}, "hidden files whose name has an ended process"),
     "wan.serve.journal_file": (
         {"log.rename", "log.unlink", "self._path.rename", "temporary.rename", "temporary.unlink"},
         "the journal, which `--journal` locks and `check_journal` has found to be a regular file; "

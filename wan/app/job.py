@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import json
-import platform
-import re
 import shlex
 import shutil
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
-from datetime import datetime
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from wan.app.clip_store import NUMBERED_SAFETENSORS, ClipFiles
-from wan.app.output import report_saved_latents
+from wan.app.output import (
+    make_unfinished_paths,
+    remove_stale_files,
+    report_saved_latents,
+    write_to_first_path,
+)
+from wan.app.record import log_video_summary, make_mp4_comment, write_record
 from wan.app.run import Run
-from wan.checkpoint import lora
-from wan.checkpoint.lora_folder import make_video_lora_record
 from wan.media import audio, video_writer
 from wan.media.video_reader import count_stored_frames
 from wan.settings import noise_schedule
-from wan.settings.command import Output
 from wan.settings.errors import NotFiniteError
-from wan.utils import env, log, system, trace
+from wan.utils import env, log, trace
 from wan.utils.files import (
     LATENTS_KIND,
     PREVIEW_KIND,
-    RECORD_KIND,
     VIDEO_KIND,
-    has_process_ended,
-    make_process_name,
     move_to_free_name,
     remove_output,
     replace_output,
     write_output,
 )
 from wan.utils.log import logger
-from wan.utils.version import __version__
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +42,7 @@ if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
     from wan.metering.meter import PowerMeasurement, VideoMeter
     from wan.pipeline.pipeline import Pipeline
-    from wan.tasks.base import Inputs, VideoParams
+    from wan.tasks.base import Inputs
 
 
 class VideoJob:
@@ -96,18 +89,16 @@ class VideoJob:
         if run.power:
             from wan.metering.meter import VideoMeter
 
-            includes_denoising = run.decode_latents is None
-            meter_context = VideoMeter(
-                pipeline.device, "text to decoded video" if includes_denoising else "decoding only"
-            )
+            stages = "text to decoded video" if run.decode_latents is None else "decoding only"
+            meter_context = VideoMeter(pipeline.device, stages)
         if run.decode_latents is None:
             logger.info("Prompt: %s", log.format_prompt(run.params.prompt))
         with meter_context as video_meter:
-            if run.params.has_clips and run.decode_latents is None:
-                self._generate_clips(video_meter)
-                return
             if run.decode_latents is not None:
                 latents = video_writer.load_latents(run.decode_latents)
+            elif run.params.has_clips:
+                self._generate_clips(video_meter)
+                return
             else:
                 with self._record_trace():
                     latents = self._denoise() if denoise is None else denoise()
@@ -138,15 +129,11 @@ class VideoJob:
             folder.mkdir(exist_ok=True)
             for old_file in folder.glob(NUMBERED_SAFETENSORS) if num_steps_done == 1 else ():
                 remove_output(old_file, LATENTS_KIND)
-            video_writer.save_latents(
-                latents, folder / f"{num_steps_done:04}.safetensors", self.run.settings
-            )
+            path = folder / f"{num_steps_done:04}.safetensors"
+            video_writer.save_latents(latents, path, self.run.settings)
         except OSError as error:
-            logger.error(
-                "The latents after step %d are not saved (%s).",
-                num_steps_done,
-                error.strerror or error,
-            )
+            text = "The latents after step %d are not saved (%s)."
+            logger.error(text, num_steps_done, error.strerror or error)
 
     def log_notices(self, name: str, logged: set[str]) -> None:
         """Logs the notices about the video that are not in `logged`, and adds them to it."""
@@ -175,8 +162,8 @@ class VideoJob:
         """Writes the latents to disk on the main rank, before decoding can fail."""
         if not self._is_main:
             return
-        self.latents_file = _write_to_first_path(
-            _make_unfinished_paths(self.run.output, ".latents.safetensors"),
+        self.latents_file = write_to_first_path(
+            make_unfinished_paths(self.run.output, ".latents.safetensors"),
             lambda path: video_writer.save_latents(latents, path, self.run.settings),
             "denoised latents",
         )
@@ -184,9 +171,8 @@ class VideoJob:
         if is_finite and self.latents_file is None:
             logger.error("Decoding continues from memory; if it fails, the latents are lost.")
         elif not is_finite and self.latents_file is not None:
-            logger.error(
-                "The latents, which contain NaN or infinity, are kept in %s.", self.latents_file
-            )
+            text = "The latents, which contain NaN or infinity, are kept in %s."
+            logger.error(text, self.latents_file)
 
     def _denoise(self) -> Tensor:
         run = self.run
@@ -234,9 +220,8 @@ class VideoJob:
         if not self._is_main:
             self._pipeline.decode_to_sink(latents, NullSink(), release_other_ranks)
             return
-        file = video_writer.open_mp4_encoder(
-            self.run.output, self._move_to_final_name, self._make_comment()
-        )
+        output, comment = self.run.output, make_mp4_comment(self.run)
+        file = video_writer.open_mp4_encoder(output, self._move_to_final_name, comment)
         with (
             report_saved_latents(self.latents_file),
             self._pipeline.stage_timer("writing"),
@@ -246,8 +231,7 @@ class VideoJob:
             power = None if meter is None else meter.stop()
         if self.run.decode_latents is None:
             self._move_or_remove_latents()
-        self._log_summary(self._save_record(encoder.size, power), power)
-        self._remove_stale_files()
+        self._finish_run(encoder.size, power)
 
     def _release_other_ranks(self, meter: VideoMeter | None) -> None:
         """Releases the ranks other than the main one; called on every rank."""
@@ -256,17 +240,6 @@ class VideoJob:
         self.is_main_only = True
         if self._on_main_only is not None:
             self._on_main_only()
-
-    def _make_comment(self) -> str:
-        """Returns the mp4's comment, JSON of the seed and some settings."""
-        comment = {
-            "wan": __version__,
-            "task": self.run.params.preset.task,
-            "seed": self.run.params.base_seed,
-        }
-        settings = self.run.settings
-        comment |= {name: settings[name] for name in _COMMENT_SETTINGS if name in settings}
-        return json.dumps(comment, ensure_ascii=False, default=str)
 
     def _generate_clips(self, meter: VideoMeter | None) -> None:
         """Generates the clips that are not stored yet, stores each, and writes the video."""
@@ -305,13 +278,12 @@ class VideoJob:
         if not self._is_main:
             return
         with self._writing():
-            files.write_video(self._finish_file, self._make_comment())
+            files.write_video(self._finish_file, make_mp4_comment(self.run))
         if not run.output.save_latents:
             files.remove_clips()
         width, height = params.video_size
         power = None if meter is None else meter.stop()
-        self._log_summary(self._save_record((params.num_frames, height, width), power), power)
-        self._remove_stale_files()
+        self._finish_run((params.num_frames, height, width), power)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -346,10 +318,8 @@ class VideoJob:
         and `run` is updated.
         """
         path = self.run.output.save_file
-        if (
-            self._old_file_identity is not None
-            and _read_file_identity(path) == self._old_file_identity
-        ):
+        identity = self._old_file_identity
+        if identity is not None and _read_file_identity(path) == identity:
             replace_output(temporary, path, VIDEO_KIND)
             return
         name = move_to_free_name(temporary, path)
@@ -357,39 +327,13 @@ class VideoJob:
             logger.warning("%s appeared during this run and is kept.", path)
             self.run = self.run.with_save_file(name)
 
-    def _remove_stale_files(self) -> None:
-        """Removes this run's preview, and temporary files of killed runs of this video.
-
-        A hidden file, which may be incomplete, is removed if its name contains an ended process. A
-        latents file must also have the content of one, and must not be an input of this video.
-        """
-        inputs = {
-            input_file.path.resolve()
-            for input_file in self.run.input_files
-            if input_file.setting != "decode_latents"
-        }
+    def _finish_run(self, size: tuple[int, int, int], power: PowerMeasurement | None) -> None:
+        """Writes the record of the complete video, logs a summary, and removes stale files."""
+        record_path = write_record(self.run, self._pipeline, size, power)
+        log_video_summary(self.run, self._pipeline, record_path, power)
         if self._preview_path is not None and self._on_preview is None:
             remove_output(self._preview_path, PREVIEW_KIND)
-        path = self.run.output.save_file.absolute()
-        stem, process_pattern = re.escape(path.stem), r"([\w]+-\d+)"
-        hidden = re.compile(
-            rf"\.{process_pattern}-{stem}\.((sound\.)?mp4|json|preview\.jpg|\S+\.latents\.safetensors)"
-        )
-        latents = re.compile(rf"{stem}\.{process_pattern}\.latents\.safetensors")
-        for stale_file in path.parent.iterdir():
-            match = hidden.fullmatch(stale_file.name)
-            if match is not None and has_process_ended(match[1]) and stale_file.is_file():
-                stale_file.unlink(missing_ok=True)
-            else:
-                match = latents.fullmatch(stale_file.name)
-                if (
-                    match is None
-                    or stale_file.resolve() in inputs
-                    or not has_process_ended(match[1])
-                    or not remove_output(stale_file, LATENTS_KIND)
-                ):
-                    continue
-            logger.info("Removed %s, left by a killed run.", stale_file)
+        remove_stale_files(self.run)
 
     def _move_or_remove_latents(self) -> None:
         """Stores the latents under the video's name with `save_latents`; removes them otherwise."""
@@ -403,106 +347,6 @@ class VideoJob:
             path.unlink(missing_ok=True)
         except OSError as error:
             logger.error("The latents are still in %s (%s).", path, error.strerror or error)
-
-    def _save_record(
-        self, size: tuple[int, int, int], power: PowerMeasurement | None
-    ) -> Path | None:
-        """Writes the JSON record, to the temporary folder if the video's folder is not writable."""
-        run, pipeline = self.run, self._pipeline
-        execution, device = run.setup.execution, pipeline.device
-        num_frames, height, width = size
-        precision = execution.get_precision(device.type)
-        packages = run.setup.attention.required_packages
-        video_loras = make_video_lora_record(run.inputs.loras)
-        record = {
-            # The flag converts the DiT to bf16, whatever the precision.
-            "settings": run.settings
-            | ({} if execution.convert_model_dtype else {"precision": precision}),
-            "sources": {n: source for n, source in run.sources.items() if n in run.settings},
-            "seed": run.params.base_seed,
-            "inputs": [
-                {
-                    "setting": input_file.setting,
-                    "file": str(input_file.path.absolute()),
-                    "sha256": input_file.sha256,
-                }
-                for input_file in run.input_files
-            ],
-            "video": {
-                "frames": num_frames,
-                "width": width,
-                "height": height,
-                "fps": run.output.fps,
-            },
-            "used": {
-                "device": device.name(),
-                "precision": precision,
-                "dit_precision": execution.get_dit_precision(device.type),
-                "kernel": pipeline.kernel_name,
-                "vae": pipeline.vae_runner.last_method,
-                **asdict(run.setup.parallel),
-            },
-            **({"boundary": boundary} if (boundary := run.boundary) is not None else {}),
-            **_make_steps_record(run.params),
-            **({"lora": lora.make_lora_record(run.setup.loras)} if run.setup.loras else {}),
-            **({"video_lora": video_loras} if video_loras else {}),
-            **({"step_cache": cache} if (cache := pipeline.step_cache.make_record()) else {}),
-            "seconds": {name: round(s, 3) for name, s in pipeline.stage_timer.seconds.items()},
-            "peak_memory_bytes": {
-                "device": device.peak_memory(),
-                **system.read_peak_memory().to_record(),
-            },
-            **({"power": power.to_record()} if power is not None else {}),
-            "versions": {"wan": __version__} | log.collect_versions(device.type, packages),
-            "run": {
-                "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-                "machine": platform.node(),
-                "system": platform.platform(),
-                "command": shlex.join(sys.argv),
-                "commit": log.find_commit(),
-            },
-        }
-        text = json.dumps(record, indent=1, ensure_ascii=False)
-
-        def write(path: Path) -> None:
-            with write_output(path, RECORD_KIND) as temporary:
-                temporary.write_text(text, encoding="utf-8")
-
-        paths = (run.output.record_path, *_make_unfinished_paths(run.output, ".json"))
-        return _write_to_first_path(paths, write, "record")
-
-    def _log_summary(self, record_path: Path | None, power: PowerMeasurement | None) -> None:
-        run, pipeline = self.run, self._pipeline
-        memory = system.read_peak_memory().summary()
-        if (peak := pipeline.device.peak_memory()) is not None:
-            memory = f"device {peak / 2**30:.2f} GiB, {memory}"
-        stages = [
-            f"{name} {seconds:.1f} s" for name, seconds in pipeline.stage_timer.seconds.items()
-        ]
-        logger.info("Seconds: %s. Peak memory: %s.", ", ".join(stages), memory)
-        for line in (None if power is None else power.summary(), pipeline.step_cache.summarize()):
-            if line is not None:
-                logger.info("%s", line)
-        params = run.params
-        logger.info("Seed %d, noise drawn on the %s.", params.base_seed, params.noise_device)
-        logger.info("Video: %s  Record: %s", run.output.save_file, record_path or "none")
-
-
-_COMMENT_SETTINGS = ("prompt", "size", "frame_num", "sample_solver", "sample_steps", "sample_shift")
-"""Settings in the comment of an mp4; the record has all settings."""
-
-
-def _make_steps_record(params: VideoParams) -> dict[str, Any]:
-    """Returns the record's entries about steps that the settings do not list; {} for most videos.
-
-    They are the first step of video to video, and the number of forward passes of a branch.
-    """
-    if not params.starts_from_source:
-        forwards = params.num_forwards
-        return {} if forwards == params.sample_steps else {"forwards": forwards}
-    schedule = noise_schedule.make_noise_schedule(params)
-    steps = {"step": schedule.first_step, "steps": len(schedule.experts)}
-    return {"start": {**steps, "sigma": schedule.sigmas[0]}}
 
 
 class NullSink:
@@ -520,25 +364,3 @@ def _read_file_identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns
-
-
-def _make_unfinished_paths(output: Output, suffix: str) -> tuple[Path, Path]:
-    """Returns paths unique to this run, in the video's folder and in the temporary folder."""
-    sibling = output.save_file.with_suffix(f".{make_process_name()}{suffix}")
-    return sibling, Path(tempfile.gettempdir()) / sibling.name
-
-
-def _write_to_first_path(
-    paths: Iterable[Path], write: Callable[[Path], None], kind: str
-) -> Path | None:
-    """Writes to the first writable path and returns it; logs failures; None if all fail."""
-    for path in paths:
-        try:
-            write(path)
-        except OSError as error:
-            logger.error(
-                "The %s could not be saved to %s (%s).", kind, path, error.strerror or error
-            )
-        else:
-            return path
-    return None

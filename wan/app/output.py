@@ -1,10 +1,12 @@
-"""Checks output paths before a run, and logs the path of the latents after a failure."""
+"""Checks output paths before a run, names unfinished files, and removes those of killed runs."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,6 +26,9 @@ from wan.utils.files import (
     check_folder,
     check_output,
     check_output_folder,
+    has_process_ended,
+    make_process_name,
+    remove_output,
 )
 from wan.utils.log import logger
 
@@ -162,3 +167,50 @@ def report_saved_latents(path: Path | None) -> Iterator[None]:
             command = f"python generate.py --decode_latents {shlex.quote(str(path))}"
             logger.error("The denoised latents are safe in %s; continue with: %s", path, command)
         raise
+
+
+def make_unfinished_paths(output: Output, suffix: str) -> tuple[Path, Path]:
+    """Returns paths unique to this run, in the video's folder and in the temporary folder."""
+    sibling = output.save_file.with_suffix(f".{make_process_name()}{suffix}")
+    return sibling, Path(tempfile.gettempdir()) / sibling.name
+
+
+def write_to_first_path(
+    paths: Iterable[Path], write: Callable[[Path], None], kind: str
+) -> Path | None:
+    """Writes to the first writable path and returns it; logs failures; None if all fail."""
+    for path in paths:
+        try:
+            write(path)
+            return path
+        except OSError as error:
+            text = "The %s could not be saved to %s (%s)."
+            logger.error(text, kind, path, error.strerror or error)
+    return None
+
+
+def remove_stale_files(run: Run) -> None:
+    """Removes the temporary files of killed runs of a complete video.
+
+    A hidden file, which may be incomplete, is removed if its name contains an ended process. A
+    latents file must also have the content of one, and must not be an input of this video.
+    """
+    inputs = {f.path.resolve() for f in run.input_files if f.setting != "decode_latents"}
+    path = run.output.save_file.absolute()
+    stem, process_pattern = re.escape(path.stem), r"([\w]+-\d+)"
+    hidden = re.compile(
+        rf"\.{process_pattern}-{stem}\.((sound\.)?mp4|json|preview\.jpg|\S+\.latents\.safetensors)"
+    )
+    latents = re.compile(rf"{stem}\.{process_pattern}\.latents\.safetensors")
+    for stale_file in path.parent.iterdir():
+        match = hidden.fullmatch(stale_file.name)
+        if match is not None and has_process_ended(match[1]) and stale_file.is_file():
+            stale_file.unlink(missing_ok=True)
+        elif (
+            (match := latents.fullmatch(stale_file.name)) is None
+            or stale_file.resolve() in inputs
+            or not has_process_ended(match[1])
+            or not remove_output(stale_file, LATENTS_KIND)
+        ):
+            continue
+        logger.info("Removed %s, left by a killed run.", stale_file)
