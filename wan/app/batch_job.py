@@ -53,28 +53,15 @@ def make_videos(run: Run, pipeline: Pipeline, groups: ParallelGroups | None) -> 
     refused_lines = {line.name: line.error for line in run.lines if line.error}
     for name, error in refused_lines.items() if is_main else ():
         logger.error("Line %s is left out: %s", name, error)
-    valid_lines = [line for line in run.lines if line.name not in refused_lines]
-    skips_existing = is_main and run.skip_existing
-    existing = [line.name for line in valid_lines if skips_existing and _is_video_current(line)]
-    pending = {line.name for line in valid_lines} - {*existing}
+    existing = [line.name for line in run.lines if _is_skipped(line, run)] if is_main else []
+    pending = {line.name for line in run.lines} - refused_lines.keys() - {*existing}
     if groups is not None:  # only the main rank reads the folder
         pending = groups.broadcast_object_from_rank0(pending)
-    videos = {
-        line.name: VideoJob(line.run, pipeline, groups)
-        for line in run.lines
-        if line.run is not None and line.name in pending
-    }
-    jobs = [
-        LineJob(f"Line {name}", video.run.params, video.make_inputs(), line=name, video=video)
-        for name, video in videos.items()
-    ]
+    jobs = [_make_job(line, pipeline, groups) for line in run.lines if line.name in pending]
     logged_notices = {*run.notices}
     for job in jobs:
         job.video.log_notices(job.name, logged_notices)
     finished_jobs: list[LineJob] = []
-
-    def keep_latents(job: LineJob, latents: Tensor) -> None:
-        job.video.save_denoised_latents(latents)
 
     def handle_failure(job: LineJob, error: Exception) -> None:
         if isinstance(error, NotFiniteError):
@@ -102,17 +89,14 @@ def make_videos(run: Run, pipeline: Pipeline, groups: ParallelGroups | None) -> 
         pipeline,
         jobs,
         group_by_expert=run.group_by_expert,
-        on_denoised=keep_latents,
+        on_denoised=lambda job, latents: job.video.save_denoised_latents(latents),
         on_failed=handle_failure,
     )
     try:
         for job in batch.generate_videos(make_video):
             finished_jobs.append(job)
     except BaseException:
-        for job in jobs:
-            if job.latents is not None and job.video.latents_file is not None:
-                quoted_path = shlex.quote(str(job.video.latents_file))
-                logger.error("%s is denoised: --decode_latents %s", job.name, quoted_path)
+        _log_denoised_lines(jobs)
         raise
     finally:
         if is_main:
@@ -120,9 +104,25 @@ def make_videos(run: Run, pipeline: Pipeline, groups: ParallelGroups | None) -> 
     return bool(refused_lines) or any(job.failed for job in jobs)
 
 
-def _is_video_current(line: PromptLine) -> bool:
-    """Returns whether a line's video exists and was generated with the line's settings."""
+def _make_job(line: PromptLine, pipeline: Pipeline, groups: ParallelGroups | None) -> LineJob:
     assert line.run is not None
+    video = VideoJob(line.run, pipeline, groups)
+    params, inputs = line.run.params, video.make_inputs()
+    return LineJob(f"Line {line.name}", params, inputs, line=line.name, video=video)
+
+
+def _log_denoised_lines(jobs: Sequence[LineJob]) -> None:
+    """Logs how the videos whose latents are in memory and on disk are decoded later."""
+    for job in jobs:
+        if job.latents is not None and job.video.latents_file is not None:
+            quoted_path = shlex.quote(str(job.video.latents_file))
+            logger.error("%s is denoised: --decode_latents %s", job.name, quoted_path)
+
+
+def _is_skipped(line: PromptLine, run: Run) -> bool:
+    """Returns whether `skip_existing` is set and a line's video has the line's settings."""
+    if line.run is None or line.error or not run.skip_existing:
+        return False
     output = line.run.output
     if not output.save_file.exists():
         return False

@@ -49,29 +49,10 @@ def resolve_prompt_file(
         if name in flags:
             raise InputError(f"`{name}` is about one video; drop it or `prompt_file`.")
     shared = flags.drop(_COMMAND_SETTINGS)
-    resolve_line = make_line_resolver(shared)
-    lines: list[PromptLine] = []
-    numbered_texts, last_log = _read_prompt_lines(path), time.monotonic()
-    for number, text in numbered_texts:
-        if time.monotonic() - last_log > 2:
-            last_log = time.monotonic()
-            logger.info("%d of %d lines are checked.", len(lines), len(numbered_texts))
-        seeds: list[int | None] = [None]
-        try:
-            layer, seeds = _read_prompt_line(number, text)
-        except Exception as error:  # refuse this line only
-            lines.append(_make_refused_line(number, error))
-            continue
-        for seed in seeds:
-            try:
-                line_args = (number, layer, seed, shared, folder, resolve_line)
-                lines.append(_resolve_prompt_line(*line_args))
-            except Exception as error:
-                lines.append(replace(_make_refused_line(number, error), seed=seed))
-    lines = _refuse_duplicate_videos(lines)
+    lines = _resolve_prompt_lines(path, folder, shared, make_line_resolver(shared))
     skip_existing = flags.values.get("skip_existing", False)
-    if env.rank() == 0 and not skip_existing:  # a line may continue an earlier line's video
-        lines = _refuse_replaced_inputs(lines)
+    # With `skip_existing`, a line may continue an earlier line's video.
+    _refuse_overwriting_lines(lines, checks_inputs=env.rank() == 0 and not skip_existing)
     first_run = next((line.run for line in lines if line.run is not None), None)
     if first_run is None or all(line.error for line in lines):
         raise InputError(
@@ -80,22 +61,15 @@ def resolve_prompt_file(
         )
     is_grouped = flags.values.get("group_by_expert", False)
     if is_grouped:
-        first_run.setup.check_grouping()
-        for flag, is_set in (("power", first_run.power), ("log_level=debug", first_run.verbose)):
-            if is_set:
-                raise InputError(f"`{flag}` is about whole videos; drop it or `group_by_expert`.")
+        _check_grouping(first_run)
     drawn_seeds = [line.run.params.base_seed for line in lines if line.run and line.draws_seed]
     # Its seed is broadcast to all ranks.
     first_run = first_run.with_seed(drawn_seeds[0]) if drawn_seeds else first_run
     summary = folder / f"{path.stem}.summary.json"
     if env.rank() == 0:
         check_output(summary, SUMMARY_KIND, "`save_file`")
-    run_options = {
-        "skip_existing": skip_existing,
-        "group_by_expert": is_grouped,
-        "summary": summary,
-    }
-    return replace(first_run, lines=tuple(lines), **run_options)
+    options = {"skip_existing": skip_existing, "group_by_expert": is_grouped, "summary": summary}
+    return replace(first_run, lines=tuple(lines), **options)
 
 
 _COMMAND_SETTINGS = ("prompt_file", "skip_existing", "group_by_expert", "save_file")
@@ -116,6 +90,37 @@ def _read_prompt_lines(path: Path) -> list[tuple[int, str]]:
     if len(content) > MAX_BYTES or len(numbered_lines) > MAX_LINES:
         raise InputError(f"`prompt_file={path}` is too long: at most {MAX_LINES} lines, 16 MB.")
     return numbered_lines
+
+
+def _resolve_prompt_lines(
+    path: Path, folder: Path, shared: Layer, resolve_line: Callable[[Layer], Run]
+) -> list[PromptLine]:
+    """Resolves each line, with one video per seed; an error refuses only its line or seed."""
+    lines: list[PromptLine] = []
+    numbered_texts, last_log = _read_prompt_lines(path), time.monotonic()
+    for number, text in numbered_texts:
+        if time.monotonic() - last_log > 2:
+            last_log = time.monotonic()
+            logger.info("%d of %d lines are checked.", len(lines), len(numbered_texts))
+        try:
+            layer, seeds = _read_prompt_line(number, text)
+        except Exception as error:
+            lines.append(_make_refused_line(number, error))
+            continue
+        for seed in seeds:
+            try:
+                line_args = (number, layer, seed, shared, folder, resolve_line)
+                lines.append(_resolve_prompt_line(*line_args))
+            except Exception as error:
+                lines.append(_make_refused_line(number, error, seed))
+    return lines
+
+
+def _check_grouping(run: Run) -> None:
+    run.setup.check_grouping()
+    for flag, is_set in (("power", run.power), ("log_level=debug", run.verbose)):
+        if is_set:
+            raise InputError(f"`{flag}` is about whole videos; drop it or `group_by_expert`.")
 
 
 def _resolve_prompt_line(
@@ -148,8 +153,8 @@ def _resolve_prompt_line(
     return PromptLine(number, run, error, draws_seed, seed)
 
 
-def _make_refused_line(number: int, error: Exception) -> PromptLine:
-    return PromptLine(number, None, failures.describe_error(error) or repr(error))
+def _make_refused_line(number: int, error: Exception, seed: int | None = None) -> PromptLine:
+    return PromptLine(number, None, failures.describe_error(error) or repr(error), seed=seed)
 
 
 def _write_setting(name: str, value: str | None) -> str:
@@ -196,34 +201,27 @@ def _read_prompt_line(number: int, text: str) -> tuple[Layer, list[int | None]]:
     return read_layer(raw, source, _LINE_NAMING).add(seed), seeds
 
 
-def _refuse_duplicate_videos(lines: list[PromptLine]) -> list[PromptLine]:
-    """Refuses a line that would overwrite the video or record of an earlier one."""
+def _refuse_overwriting_lines(lines: list[PromptLine], checks_inputs: bool) -> None:
+    """Refuses, in place, a line that would replace an earlier line's video or record.
+
+    Args:
+        checks_inputs: Also refuses a line that would replace an input file of any line.
+    """
     line_of_record: dict[Path, str] = {}
-    for index, line in enumerate(lines):
-        if line.run is None or line.error:
-            continue
-        # Unique for the video and its record.
-        path = Path(os.path.realpath(line.run.output.record_path))
-        if path in line_of_record:
-            name, earlier = line.run.output.save_file, line_of_record[path]
-            error = f"{name} is the video of line {earlier} already; give another save_file."
-            lines[index] = replace(line, error=error)
-        line_of_record.setdefault(path, line.name)
-    return lines
-
-
-def _refuse_replaced_inputs(lines: list[PromptLine]) -> list[PromptLine]:
-    """Refuses a line whose output would replace an input file of any line."""
-    line_of_input = {
-        file: line.name for line in lines if line.run is not None for file in line.run.input_files
-    }
+    runs = [(line.name, line.run) for line in lines if line.run is not None and checks_inputs]
+    line_of_input = {file: name for name, run in runs for file in run.input_files}
     input_files = index_input_files(line_of_input)
     for index, line in enumerate(lines):
         if line.run is None or line.error:
             continue
-        file = find_replaced_input(line.run, input_files)
-        if file is not None:
-            name, where = line.run.output.save_file, f"{file.setting} of line {line_of_input[file]}"
-            error = f"{name} would replace {file.path} ({where}); give another save_file."
-            lines[index] = replace(line, error=error)
-    return lines
+        name, error = line.run.output.save_file, ""
+        # Unique for the video and its record.
+        path = Path(os.path.realpath(line.run.output.record_path))
+        if path in line_of_record:
+            error = f"{name} is the video of line {line_of_record[path]} already"
+        elif (file := find_replaced_input(line.run, input_files)) is not None:
+            where = f"{file.setting} of line {line_of_input[file]}"
+            error = f"{name} would replace {file.path} ({where})"
+        line_of_record.setdefault(path, line.name)
+        if error:
+            lines[index] = replace(line, error=f"{error}; give another save_file.")
