@@ -40,8 +40,8 @@ def _generate_missing_clips(
     for index in range(inputs.num_clips_done, num_clips):
         is_last = index + 1 == num_clips
         if num_clips > 1:
-            prompt = params.clip_prompts[index] if params.clip_prompts else params.prompt
-            logger.info("Clip %d of %d: %s", index + 1, num_clips, format_prompt(prompt))
+            prompt = format_prompt(params.make_clip_params(index).prompt)
+            logger.info("Clip %d of %d: %s", index + 1, num_clips, prompt)
         with make_step_bar(num_steps, "conditioning") as bar:
             if maker is None:
                 maker = params.task.make_clips(params, inputs, pipeline)
@@ -64,29 +64,32 @@ def _generate_missing_clips(
             pending_decode = None
         if not is_last:  # while this clip is decoded
             pipeline.experts.prefetch(make_noise_schedule(params).experts[0])
-        if not maker.state_needs_frames:
-            state = maker.make_state(latents, None)
-            if pipeline.overlap_decoding and not is_last:
-                pending_decode = _BackgroundDecode(pipeline, maker, index, latents, state)
-                continue
-        frames = pipeline.decode(maker.select_latents(index, latents))
-        frames = None if frames is None else maker.trim_frames(index, frames)
-        if maker.state_needs_frames:
-            has_state = not is_last or maker.continues_after_last
-            state = maker.make_state(latents, frames) if has_state else None
-        yield Clip(latents, frames, state)
-        del frames, latents  # free them before the next clip
+        if pipeline.overlap_decoding and not is_last and not maker.state_needs_frames:
+            pending_decode = _BackgroundDecode(pipeline, maker, index, latents)
+            state = pending_decode.state
+            continue
+        clip = _decode_clip(pipeline, maker, index, latents, is_last)
+        state = clip.state
+        yield clip
+        del clip, latents  # free them before the next clip
+
+
+def _decode_clip(
+    pipeline: Pipeline, maker: ClipMaker, index: int, latents: Tensor, is_last: bool
+) -> Clip:
+    frames = pipeline.decode(maker.select_latents(index, latents))
+    frames = None if frames is None else maker.trim_frames(index, frames)
+    has_state = not (is_last and maker.state_needs_frames) or maker.continues_after_last
+    return Clip(latents, frames, maker.make_state(latents, frames) if has_state else None)
 
 
 class _BackgroundDecode:
     """Decodes a clip in a thread of the main rank while all ranks denoise the next clip."""
 
-    def __init__(
-        self, pipeline: Pipeline, maker: ClipMaker, index: int, latents: Tensor, state: Tensor
-    ) -> None:
-        """Starts decoding."""
+    def __init__(self, pipeline: Pipeline, maker: ClipMaker, index: int, latents: Tensor) -> None:
+        """Starts decoding; makes the clip's state, which needs no frames."""
         self._pipeline, self._maker, self._index = pipeline, maker, index
-        self._latents, self._state = latents, state
+        self._latents, self.state = latents, maker.make_state(latents, None)
         # Selected now: the maker changes with the next clip.
         self._selected_latents = maker.select_latents(index, latents)
         self._future: Future[Tensor] | None = None
@@ -121,4 +124,4 @@ class _BackgroundDecode:
         else:
             self._pipeline.release(self._pipeline.vae)
         new_frames = None if frames is None else self._maker.trim_frames(self._index, frames)
-        return Clip(self._latents, new_frames, self._state)
+        return Clip(self._latents, new_frames, self.state)
