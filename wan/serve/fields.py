@@ -216,61 +216,79 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
     Raises:
         InputError: A field is unknown, given twice, or does not fit the loaded model.
     """
-    settings: dict[str, Any] = {}
-    files: dict[str, bytes | bytearray] = {}
-    names: dict[str, str] = {}
-    api_fields: dict[str, Any] = {}
-    task = run.params.task
-    folder_files = {key: f"{FOLDER}/{name}" for key, name in task.upload_names.items()}
+    fields = _RequestFields(run)
     for key, value in _merge_blocks(body).items():
-        key, value = _unwrap_url(key, value)
-        name = _find_setting(key, value, run.setup.preset.task)
-        if name in names:
-            is_equal = names[name] == key  # such as NAME and NAME[image_url] of a form
-            why = "is given twice" if is_equal else f"means the same as {names[name]}"
-            raise InputError(key, why=why, remedy="give one of them")
-        if key in COMPUTED_FIELDS:
-            api_fields[key] = value
-        elif key in LORAS and value in ({}, []):
-            continue
-        elif key in API_FIELDS and not API_FIELDS[key].setting:
-            _check_api_field(key, value)
-        elif name == PICTURES and isinstance(value, list):
-            files |= _decode_pictures(key, value)
-        elif name in UPLOADS or name in folder_files:
-            files[folder_files.get(name, name)] = _decode_upload(key, value)
-        elif name not in FLAGS or (
-            name in PATH_SETTINGS and not _equals_current_value(name, value, run)
-        ):
-            raise InputError(key, why="is not a known field", remedy=_suggest_field(key))
-        elif not FLAGS[name].line:
-            if not _equals_current_value(name, value, run):
-                why = "can only be set when the service starts"
-                raise InputError(key, format_value(value), why, "leave it out")
-        else:
-            is_single_prompt = name == "clip_prompts" and isinstance(value, str)
-            settings[name] = [value] if is_single_prompt else value
-        names[name] = key
+        fields.add(*_unwrap_url(key, value))
+    settings, files, api_fields = fields.settings, fields.files, fields.api_fields
     try:
         _check_prompts(settings, files, run)
         if "seconds" in api_fields and "src_video" in files and "fps" not in settings:
             why = "depends on the frame rate of the uploaded video"
             raise InputError("seconds", why=why, remedy="add fps, or give num_frames instead")
-        priority = _apply_api_fields(api_fields, settings, run, models)
-        _apply_shape(api_fields, settings, files, run)
+        priority = _apply_api_fields(fields, run, models)
+        _apply_shape(fields, run)
         _apply_size(api_fields, settings)
         seeds = _read_seeds(api_fields, settings)
         _normalize_loras(settings, run)
-        read_request_layer(settings, names)
+        read_request_layer(settings, fields.names)
     except InputError as error:
-        error.naming = make_field_naming(names)
+        error.naming = make_field_naming(fields.names)
         raise
     if seeds:
         settings["base_seed"] = seeds if len(seeds) > 1 else seeds[0]
     webhook_url = api_fields.get("webhook_url")
-    return ParsedRequest(
-        settings, files, priority, names, None if webhook_url is None else read_url(webhook_url)
-    )
+    url = None if webhook_url is None else read_url(webhook_url)
+    return ParsedRequest(settings, files, priority, fields.names, url)
+
+
+class _RequestFields:
+    """Sorts the fields of a request.
+
+    Attributes:
+        settings, files, names: As in `ParsedRequest`.
+        api_fields: Those of `COMPUTED_FIELDS`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.settings: dict[str, Any] = {}
+        self.files: dict[str, bytes | bytearray] = {}
+        self.names: dict[str, str] = {}
+        self.api_fields: dict[str, Any] = {}
+
+    def add(self, key: str, value: Any) -> None:
+        """Adds a field; refuses it if its setting has been given, or if it is not known."""
+        name = _find_setting(key, value, self._run)
+        folder_files = self._run.params.task.upload_names
+        if name in self.names:
+            is_equal = self.names[name] == key  # such as NAME and NAME[image_url] of a form
+            why = "is given twice" if is_equal else f"means the same as {self.names[name]}"
+            raise InputError(key, why=why, remedy="give one of them")
+        if key in LORAS and value in ({}, []):
+            return
+        if key in COMPUTED_FIELDS:
+            self.api_fields[key] = value
+        elif key in API_FIELDS and not API_FIELDS[key].setting:
+            _check_api_field(key, value)
+        elif name in folder_files:
+            self.files[f"{FOLDER}/{folder_files[name]}"] = _decode_upload(key, value)
+        elif name in UPLOADS:
+            self.files |= _decode_uploads(key, name, value)
+        else:
+            self._add_setting(key, name, value)
+        self.names[name] = key
+
+    def _add_setting(self, key: str, name: str, value: Any) -> None:
+        if name not in FLAGS or (
+            name in PATH_SETTINGS and not _equals_current_value(name, value, self._run)
+        ):
+            raise InputError(key, why="is not a known field", remedy=_suggest_field(key))
+        if FLAGS[name].line:
+            is_single_prompt = name == "clip_prompts" and isinstance(value, str)
+            self.settings[name] = [value] if is_single_prompt else value
+        elif not _equals_current_value(name, value, self._run):
+            why = "can only be set when the service starts"
+            raise InputError(key, format_value(value), why, "leave it out")
 
 
 def check_prompt(text: Any) -> None:
@@ -316,13 +334,13 @@ def _merge_blocks(body: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _find_setting(key: str, value: Any, task: str) -> str:
+def _find_setting(key: str, value: Any, run: Run) -> str:
     """Returns the name of the setting of a field, or the field's name."""
     if key == "prompt" and isinstance(value, list):
         return "clip_prompts"
     name = FIELD_TO_SETTING.get(key, key)
     is_one = not isinstance(value, list) or len(value) == 1
-    if key == "input_references" and is_one and task not in FLAGS[PICTURES].tasks:
+    if key == "input_references" and is_one and run.setup.preset.task not in FLAGS[PICTURES].tasks:
         return "image"
     return name
 
@@ -357,14 +375,16 @@ def _unwrap_url(key: str, value: Any) -> tuple[str, Any]:
     return key, value
 
 
-def _decode_pictures(key: str, pictures: Sequence[Any]) -> dict[str, bytes | bytearray]:
-    """Returns the content of several pictures by the name of their file."""
-    if len(pictures) > MAX_REFERENCE_IMAGES:  # before any picture is decoded
-        why = f"has {len(pictures)} pictures, and at most {MAX_REFERENCE_IMAGES} are allowed"
+def _decode_uploads(key: str, name: str, value: Any) -> dict[str, bytes | bytearray]:
+    """Returns the content of a file by its setting, or of several pictures by their names."""
+    if name != PICTURES or not isinstance(value, list):
+        return {name: _decode_upload(key, value)}
+    if len(value) > MAX_REFERENCE_IMAGES:  # before any picture is decoded
+        why = f"has {len(value)} pictures, and at most {MAX_REFERENCE_IMAGES} are allowed"
         raise InputError(key, why=why, remedy="choose some of them")
     return {
         f"{PICTURES}/{index:03}": _decode_upload(key, picture)
-        for index, picture in enumerate(pictures)
+        for index, picture in enumerate(value)
     }
 
 
@@ -420,24 +440,18 @@ def _equals_current_value(name: str, value: Any, run: Run) -> bool:
     return json.dumps(requested, default=str) == json.dumps(current[name], default=str)
 
 
-def _apply_api_fields(
-    api_fields: Mapping[str, Any], settings: dict[str, Any], run: Run, models: Sequence[str]
-) -> int:
+def _apply_api_fields(fields: _RequestFields, run: Run, models: Sequence[str]) -> int:
     """Converts API fields to settings, in place; returns the priority."""
+    api_fields, settings = fields.api_fields, fields.settings
     if api_fields.get("model", models[0]) not in models:
         why = f"is not loaded; {join_with_or(models)} is"
         raise InputError("model", format_value(api_fields["model"]), why)
     if "boundary_ratio" in api_fields:
-        boundary = run.params.boundary
-        if real(0, 1)("boundary_ratio", api_fields["boundary_ratio"]) != boundary:
-            why = (
-                "is set by the checkpoint"
-                if boundary is None
-                else f"differs from that of this service, {boundary}"
-            )
-            raise InputError(
-                "boundary_ratio", format_value(api_fields["boundary_ratio"]), why, "leave it out"
-            )
+        ratio, boundary = api_fields["boundary_ratio"], run.params.boundary
+        if real(0, 1)("boundary_ratio", ratio) != boundary:
+            differs = f"differs from that of this service, {boundary}"
+            why = "is set by the checkpoint" if boundary is None else differs
+            raise InputError("boundary_ratio", format_value(ratio), why, "leave it out")
     if "seconds" in api_fields:
         if run.params.has_clips:
             why = "is set by the audio, the pose video, or clips and num_frames"
@@ -448,29 +462,24 @@ def _apply_api_fields(
         frame_num = settings.setdefault("frame_num", frames)
         if FLAGS["frame_num"].reader("num_frames", frame_num) != frames:
             why = f"and num_frames {frame_num} differ: these seconds are {frames} frames"
-            raise InputError(
-                "seconds", format_value(api_fields["seconds"]), why, "give one of them"
-            )
-    _apply_guidance_fields(api_fields, settings, run)
+            value = format_value(api_fields["seconds"])
+            raise InputError("seconds", value, why, "give one of them")
+    _apply_guidance_fields(fields, run)
     return int(integer(-100, 100)("priority", api_fields.get("priority", 0)))
 
 
-def _apply_shape(
-    api_fields: dict[str, Any],
-    settings: Mapping[str, Any],
-    files: Mapping[str, bytes | bytearray],
-    run: Run,
-) -> None:
+def _apply_shape(fields: _RequestFields, run: Run) -> None:
     """Converts `aspect_ratio` and `short_edge` to `width` and `height`, in place.
 
     What is not given is as in the service's own size: the area, or the shape.
     """
+    api_fields = fields.api_fields
     shape_fields = [name for name in ("aspect_ratio", "short_edge") if name in api_fields]
     if not shape_fields:
         return
-    if "size" in settings or "width" in api_fields or "height" in api_fields:
+    if "size" in fields.settings or "width" in api_fields or "height" in api_fields:
         raise InputError(shape_fields[0], why="means the same as size", remedy="give one of them")
-    if files:
+    if fields.files:
         why = "has no effect, because the uploaded files decide the shape"
         raise InputError(shape_fields[0], why=why, remedy="give size, of which the area counts")
     width, height = run.params.size
@@ -517,9 +526,7 @@ def _read_seeds(api_fields: Mapping[str, Any], settings: dict[str, Any]) -> list
         seeds = split_list(seeds)
     if not isinstance(seeds, list):
         seeds = [seeds]
-    counts = {
-        name: int(read_count(name, api_fields[name])) for name in COUNTS if name in api_fields
-    }
+    counts = {n: int(read_count(n, api_fields[n])) for n in COUNTS if n in api_fields}
     if len({*counts.values()}) > 1:
         why = f"and n {counts['n']} differ"
         raise InputError(COUNTS[1], str(counts[COUNTS[1]]), why, "give one of them")
@@ -555,10 +562,9 @@ def _normalize_loras(settings: dict[str, Any], run: Run) -> None:
         settings["video_lora"] = [*chosen]
 
 
-def _apply_guidance_fields(
-    api_fields: Mapping[str, Any], settings: dict[str, Any], run: Run
-) -> None:
+def _apply_guidance_fields(fields: _RequestFields, run: Run) -> None:
     """Converts the guidance scales of the experts to `sample_guide_scale` LOW,HIGH, in place."""
+    api_fields, settings = fields.api_fields, fields.settings
     experts = [name for name in _GUIDANCE if name in api_fields]
     if experts:
         for other in ("guidance_scale", "guidance_scale_2", "sample_guide_scale"):
@@ -575,11 +581,8 @@ def _apply_guidance_fields(
         )
         settings["sample_guide_scale"] = f"{low},{high}"
         return
-    scales = [
-        real(0, 1000)(name, api_fields[name])
-        for name in ("guidance_scale_2", "guidance_scale")
-        if name in api_fields
-    ]
+    names = [name for name in ("guidance_scale_2", "guidance_scale") if name in api_fields]
+    scales = [real(0, 1000)(name, api_fields[name]) for name in names]
     if scales:
         if "sample_guide_scale" in settings:
             why = "means the same as guidance_scale"
