@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from string import Formatter
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -19,7 +21,13 @@ from wan.utils import env, log
 
 REPO = Path(__file__).parents[2]
 OF_CACHES = [rule for row in POLICIES.values() for rule in row.conflicts]
-ROWS = (*rules.ALL_RULES, *flags.TASK_RULES, *flags.NEEDS_RULES, *OF_CACHES)
+VIEWS: dict[type, tuple[rules.Rule[Any], ...]] = {
+    object: (*rules.USER_SETTING_RULES, *flags.NEEDS_RULES, *OF_CACHES),
+    rules.TopologyView: rules.TOPOLOGY_RULES,
+    rules.PipelineView: (*rules.PIPELINE_RULES, *rules.GROUPING_RULES),
+    rules.VideoView: (*rules.VIDEO_RULES, *flags.TASK_RULES),
+}
+ROWS = tuple(row for rows in VIEWS.values() for row in rows)
 FRONT_ENDS = {
     "command line": (COMMAND_LINE_NAMING, {*FLAGS}),
     "Python": (PYTHON_NAMING, {n for n, flag in FLAGS.items() if flag.python or flag.keyword}),
@@ -58,11 +66,6 @@ class Placeholder:
         return "7"
 
 
-class Placeholders(dict[str, object]):
-    def __missing__(self, _: str) -> Placeholder:
-        return Placeholder()
-
-
 def find_foreign_names(text: str, front: str) -> set[str]:
     """Returns the names in the text that users of this front end do not write."""
     naming, _ = FRONT_ENDS[front]
@@ -77,6 +80,31 @@ def find_foreign_names(text: str, front: str) -> set[str]:
     return names | set(re.findall("[`{}]", text))
 
 
+def find_type(kind: type, path: str) -> type:
+    """Returns the type at the end of a path of attributes, as the classes declare it."""
+    for name in path.split("."):
+        member = getattr(kind, name, None)
+        if isinstance(member, property):
+            kind = get_type_hints(member.fget)["return"]
+        else:
+            kind = get_type_hints(kind).get(name) or type(member)
+        assert kind is not type(None), f"{name} of {path}"
+    return kind
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_texts_and_conditions_name_what_exists(view: type) -> None:
+    """A text reads attributes of the rule's view, and a condition reads a setting."""
+    for row in VIEWS[view]:
+        for text in (row.full_subject, row.why, row.remedy):
+            for _, field, _, _ in Formatter().parse(text):
+                if field is not None:
+                    assert field.startswith("s.")
+                    find_type(view, field.removeprefix("s.").partition("[")[0])
+        for condition in row.conditions:
+            assert condition.removeprefix("not ").partition("=")[0] in FLAGS
+
+
 @pytest.mark.parametrize("front", FRONT_ENDS)
 def test_every_row_is_written_in_a_front_ends_own_words(front: str) -> None:
     """A row names only settings of this front end, by the front end's names."""
@@ -86,7 +114,7 @@ def test_every_row_is_written_in_a_front_ends_own_words(front: str) -> None:
         settings = {condition.partition("=")[0] for condition in row.conditions} & FLAGS.keys()
         if not settings <= supported:
             continue  # the front end cannot ask for it
-        text = f"{row.full_subject} {row.why}; {row.remedy}.".format_map(Placeholders())
+        text = f"{row.full_subject} {row.why}; {row.remedy}.".format(s=Placeholder())
         named = set(re.findall(r"`([a-z]\w*)[`=]", text))
         unknown = named - (FLAGS.keys() & supported)
         if unknown or find_foreign_names(naming.render(text), front):

@@ -28,7 +28,6 @@ from wan.settings.noise_schedule import make_schedule_notices
 from wan.settings.parallel import Parallel
 from wan.settings.presets import Preset
 from wan.settings.rules import Values
-from wan.settings.solvers import SOLVERS
 from wan.settings.step_cache import StepCache
 from wan.tasks.base import Task, VideoParams
 
@@ -68,34 +67,30 @@ class Setup:
     video_loras: VideoLoras = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rules.check_rules(rules.PIPELINE_RULES, self._rule_values())
+        rules.check_rules(rules.PIPELINE_RULES, self._settings, self._rule_view)
         attention.check_attention(self.attention, self.execution)
         attention.check_attention_layout(self.attention, self.parallel, self.checkpoint.head_dim)
         step_cache.check_step_cache(self.cache, self.parallel, self.execution)
         if self.execution.device != "auto":
             self.check_device(*devices.list_candidate_devices(self.execution.device, self.chip))
 
-    def _rule_values(self) -> dict[str, Any]:
-        """Returns the settings and properties that the conditions of `wan.settings.rules` read."""
-        return {
-            **vars(self.execution),
-            **vars(self.parallel),
-            **vars(self.cache),
-            "checkpoint_dtypes": self.checkpoint_dtypes,
-            "has_quantized_dit": self.quantized_dit is not None,
-            "use_rainfusion": self.attention.use_rainfusion,
-            "fa_quant": self.attention.fa_quant,
-            "dense_kernel": self.attention.dense_kernel,
-            "task": self.preset.task,
-            "has_image_tokens": self.preset.has_image_tokens,
-            "has_reference_kv": self.preset.has_reference_kv,
-            "num_experts": len(self.preset.experts),
-            "policy": self.cache.policy,
-            "num_control_blocks": self.checkpoint.num_control_blocks,
-            "last_block": self.checkpoint.config["num_layers"] - 1,
-            "group_by_expert": True,
-            "lora_folder": self.lora_options.lora_folder,
-        }
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The settings of the pipeline by name, for the conditions of `wan.settings.rules`."""
+        groups = (self.execution, self.parallel, self.cache, self.attention, self.lora_options)
+        return {name: value for group in groups for name, value in vars(group).items()}
+
+    @property
+    def _rule_view(self) -> rules.PipelineView:
+        return rules.PipelineView(
+            preset=self.preset,
+            device=self.execution.device,
+            dit_fsdp=self.parallel.dit_fsdp,
+            dense_kernel=self.attention.dense_kernel,
+            policy=self.cache.policy,
+            has_quantized_dit=self.quantized_dit is not None,
+            checkpoint_dtypes=self.checkpoint_dtypes,
+        )
 
     @property
     def checkpoint_dtypes(self) -> set[str]:
@@ -181,13 +176,17 @@ class Setup:
             Notices.
         """
         steps, tokens = params.num_forwards, params.max_clip_tokens
-        values = {**(settings or {}), **self._rule_values(), **vars(params)}
-        values["solver"] = SOLVERS[params.sample_solver]
-        values["step_range"] = params.step_range
-        values |= {"uses_guidance": params.uses_guidance, "slg_range": params.slg_range}
-        values["has_adapters"] = params.task.network != Task.network
-        values["num_scales"] = len(params.conditioning_scale or ())
-        rules.check_rules((*TASK_RULES, *rules.VIDEO_RULES), values)
+        values = {**(settings or {}), **self._settings, **vars(params)}
+        view = rules.VideoView(
+            video=params,
+            step_range=params.step_range,
+            trace_steps=values.get("trace_steps") or (),
+            last_block=self.checkpoint.config["num_layers"] - 1,
+            num_control_blocks=self.checkpoint.num_control_blocks,
+            num_scales=len(params.conditioning_scale or ()),
+            has_adapters=params.task.network != Task.network,
+        )
+        rules.check_rules((*TASK_RULES, *rules.VIDEO_RULES), values, view)
         attention.check_attention_request(self.attention, self.parallel, steps, tokens)
         notices = (*params.task.list_notices(params), *make_schedule_notices(params, steps))
         notices += () if self.policy is None else self.policy.check_params(params)
@@ -197,4 +196,5 @@ class Setup:
 
     def check_grouping(self) -> None:
         """Refuses `group_by_expert` where it has no effect or is not possible."""
-        rules.check_rules(rules.GROUPING_RULES, self._rule_values())
+        values = {**self._settings, "group_by_expert": True}
+        rules.check_rules(rules.GROUPING_RULES, values, self._rule_view)

@@ -52,16 +52,12 @@ FLAGS: dict[str, Option] = {
 }
 
 
-TASK_RULES = tuple(
-    rules.Rule(
-        (name,),
-        "has no effect on {task}",
-        f"drop it, or use {join_with_or(flag.tasks)}",
-        lambda s, tasks=flag.tasks: s.task not in tasks,  # type: ignore[misc]
-    )
-    for name, flag in FLAGS.items()
-    if flag.tasks
-)
+def _make_task_rule(name: str, tasks: tuple[str, ...]) -> rules.Rule[rules.VideoView]:
+    why, remedy = "has no effect on {s.video.preset.task}", f"drop it, or use {join_with_or(tasks)}"
+    return rules.Rule((name,), why, remedy, lambda s: s.video.preset.task not in tasks)
+
+
+TASK_RULES = tuple(_make_task_rule(name, flag.tasks) for name, flag in FLAGS.items() if flag.tasks)
 """Rules for settings of single tasks, by their options."""
 FLAG_ALIASES = {flag.alias: name for name, flag in FLAGS.items() if flag.alias is not None}
 """Alias -> flag."""

@@ -129,7 +129,7 @@ class Settings(Mapping[str, Any]):
             merged = merged.drop({*list_unused_parameters(merged)} - self.keys())
         if "sample_solver" not in self and "sample_shift" in self:
             with name_settings(merged.naming):
-                rules.check_rules((rules.SHIFT_OF_RCM_RULE,), merged)
+                rules.check_rules((rules.SHIFT_OF_RCM_RULE,), merged, None)
         return merged
 
     def override(self, layer: Layer) -> Settings:
@@ -175,7 +175,7 @@ def read_layer(
                 raise InputError(subject, why=f"is an alias of {name}", remedy="give one of them")
             values[name] = readers[name](subject, value)
         if kind == "user":
-            rules.check_rules(rules.USER_SETTING_RULES, values)
+            rules.check_rules(rules.USER_SETTING_RULES, values, None)
     return Layer(source, naming, values, kind)
 
 
@@ -202,7 +202,7 @@ def merge(*layers: Layer) -> Settings:
     for layer in layers:
         settings = settings.add(layer)
     with name_settings(settings.naming):
-        rules.check_rules(NEEDS_RULES, settings)
+        rules.check_rules(NEEDS_RULES, settings, None)
     return settings
 
 

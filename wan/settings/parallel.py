@@ -178,15 +178,15 @@ def resolve_topology(
         raise InputError(topology, None, why, _describe_topologies(world, heads))
     sizes = {"world_size": world, "cfg_size": cfg, "ring_size": ring, "ulysses_size": ulysses}
     parallel = build_from_values(Parallel, {**values, **sizes})
-    other_settings = {name: values.get(name) for name in ("compile", "t5_cpu", "vae_parallel")}
-    rule_values = {
-        **vars(parallel),
-        **other_settings,
-        "num_heads": heads,
-        "heads_of_a_rank": heads // ulysses,
-        "user_settings": values.keys(),
-    }
-    rules.check_rules(rules.TOPOLOGY_RULES, rule_values)
+    view = rules.TopologyView(
+        world_size=world,
+        ring_size=ring,
+        ulysses_size=ulysses,
+        comm_type=parallel.comm_type,
+        chunks=parallel.chunks,
+        num_heads=heads,
+    )
+    rules.check_rules(rules.TOPOLOGY_RULES, values, view)
     notices = []
     if world > 1 and ("ulysses_size" not in values or ("ring_size" not in values and ring > 1)):
         notices.append(f"Chosen: {topology} for {world} ranks.")

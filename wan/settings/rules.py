@@ -1,35 +1,82 @@
 """Tables of settings that exclude or need each other or have no effect together.
 
-The texts of a rule are format templates of the checked values. They write settings in backticks, as
-in `wan.settings.errors.InputError`, so that each front end can format them.
+The texts of a rule are format templates of `s`, the view that its condition reads. They write
+settings in backticks, as in `wan.settings.errors.InputError`, so that each front end can format
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from wan.settings.attention_modes import CHUNKED_MODES
 from wan.settings.errors import InputError
 from wan.settings.guidance import GUIDERS
+from wan.settings.kernels import DenseKernelRow
 from wan.settings.noise_tables import OFFICIAL_TABLE
+from wan.settings.presets import Preset
 from wan.settings.solvers import SOLVERS_OF_ANY_TIMESTEPS
 from wan.settings.values import join_with_or
+from wan.settings.video_options import VideoSettings
 
 Values = Mapping[str, Any]
-"""Flag -> value, and further values that conditions of rules use."""
-Condition = Callable[[Any], bool]
-"""A condition of a rule; the checked values are the attributes of its argument."""
+"""Flag -> value."""
+View = TypeVar("View", contravariant=True)
+"""What conditions and texts read: `TopologyView`, `PipelineView` or `VideoView`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopologyView:
+    """What rules for the topology read."""
+
+    world_size: int
+    ring_size: int
+    ulysses_size: int
+    comm_type: int
+    chunks: int | None
+    num_heads: int
+
+    @property
+    def heads_of_a_rank(self) -> int:
+        """Heads that each rank of a Ulysses group has at least."""
+        return self.num_heads // self.ulysses_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineView:
+    """What rules for a pipeline read."""
+
+    preset: Preset
+    device: str
+    dit_fsdp: bool
+    dense_kernel: DenseKernelRow
+    policy: str
+    has_quantized_dit: bool
+    checkpoint_dtypes: Set[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoView:
+    """What rules for a video read: its settings, and properties of the network that makes it."""
+
+    video: VideoSettings
+    step_range: range
+    trace_steps: Sequence[int]
+    last_block: int
+    num_control_blocks: int
+    num_scales: int
+    has_adapters: bool
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(Generic[View]):
     """A combination of settings that is refused.
 
     Attributes:
-        conditions: Conditions that must all hold: `name` (the setting is set) or `name=value`.
+        conditions: Conditions on settings that must all hold: `name` (it is set), `name=value`, or
+            one of them after `not `.
         why: What is wrong, continuing the sentence after `subject`.
         remedy: Suggestion to the user.
         when: Further condition.
@@ -39,7 +86,7 @@ class Rule:
     conditions: tuple[str, ...]
     why: str
     remedy: str = "drop it"
-    when: Condition | None = None
+    when: Callable[[View], bool] | None = None
     subject: str = ""
 
     @property
@@ -47,46 +94,37 @@ class Rule:
         """Subject of the refusal: `subject`, or the setting of the first condition."""
         return self.subject or f"`{self.conditions[0]}`"
 
-    def applies_to(self, values: Values) -> bool:
-        """Whether all conditions hold for these values."""
-        return all(_is_condition_met(condition, values) for condition in self.conditions) and (
-            self.when is None or self.when(SimpleNamespace(**values))
-        )
 
-
-def _is_condition_met(condition: str, values: Values) -> bool:
+def is_condition_met(condition: str, settings: Values) -> bool:
+    """Returns whether a condition holds for these settings; see `Rule`."""
+    if condition.startswith("not "):
+        return not is_condition_met(condition.removeprefix("not "), settings)
     name, equals, value = condition.partition("=")
-    actual = values.get(name)
+    actual = settings.get(name)
     return str(actual) == value if equals else actual is not None and actual is not False
 
 
 def make_conflict_rule(
-    setting: str,
-    other: str,
-    why: str = "",
-    remedy: str = "drop one of them",
-    when: Condition | None = None,
-) -> Rule:
+    setting: str, other: str, why: str = "", remedy: str = "drop one of them"
+) -> Rule[object]:
     """Makes the rule that two settings exclude each other."""
-    return Rule((setting, other), why or f"does not work with `{other}`", remedy, when)
+    return Rule((setting, other), why or f"does not work with `{other}`", remedy)
 
 
-def make_needs_rule(setting: str, other: str) -> Rule:
+def make_needs_rule(setting: str, other: str) -> Rule[object]:
     """Makes the rule that a setting has no effect without another one."""
-    return Rule(
-        (setting,),
-        f"has no effect without `{other}`",
-        f"add `{other}`, or drop `{setting}`",
-        lambda s: not _is_condition_met(other, vars(s)),
-    )
+    remedy = f"add `{other}`, or drop `{setting}`"
+    return Rule((setting, f"not {other}"), f"has no effect without `{other}`", remedy)
 
 
-def check_rules(rules: Iterable[Rule], values: Values) -> None:
-    """Raises InputError for the first rule that applies to these values."""
+def check_rules(rules: Iterable[Rule[View]], settings: Values, view: View) -> None:
+    """Raises InputError for the first rule that applies to these settings and this view."""
     for rule in rules:
-        if rule.applies_to(values):
+        if all(is_condition_met(condition, settings) for condition in rule.conditions) and (
+            rule.when is None or rule.when(view)
+        ):
             subject, why, remedy = (
-                text.format_map(values) for text in (rule.full_subject, rule.why, rule.remedy)
+                text.format(s=view) for text in (rule.full_subject, rule.why, rule.remedy)
             )
             raise InputError(subject, None, why, remedy)
 
@@ -94,7 +132,7 @@ def check_rules(rules: Iterable[Rule], values: Values) -> None:
 SHIFT_OF_RCM_RULE = make_conflict_rule(
     "sample_shift", "sample_solver=rcm", "has no effect on `sample_solver=rcm`", "drop it"
 )
-USER_SETTING_RULES = (
+USER_SETTING_RULES: tuple[Rule[object], ...] = (
     make_conflict_rule(
         "attention_algo",
         "attention_backend",
@@ -113,12 +151,11 @@ USER_SETTING_RULES = (
 )
 """Rules for the settings of one layer; see `wan.settings.layers` for those of several."""
 
-_CHUNKS = "`chunks={chunks}`"
+_CHUNKS = "`chunks={s.chunks}`"
 _CHUNKED = (*(f"`comm_type={comm_type}`" for comm_type in CHUNKED_MODES), "`fa_alltoall_overlap`")
-TOPOLOGY_RULES = (
-    make_conflict_rule(
-        "comm_type",
-        "fa_alltoall_overlap",
+TOPOLOGY_RULES: tuple[Rule[TopologyView], ...] = (
+    Rule(
+        ("comm_type", "fa_alltoall_overlap"),
         "runs exchanges between the attention of head chunks, and `fa_alltoall_overlap` runs them "
         "during attention",
         "choose one",
@@ -130,7 +167,7 @@ TOPOLOGY_RULES = (
         "start with torchrun --nproc_per_node=2, or drop it",
         lambda s: s.comm_type > 0 and s.ulysses_size <= 1,
         # The first sentence is quoted from the guide to FA_Power_Cap, see docs/guide.md.
-        "comm_type optimization requires ulysses_size > 1. `comm_type={comm_type}`",
+        "comm_type optimization requires ulysses_size > 1. `comm_type={s.comm_type}`",
     ),
     Rule(
         ("fa_alltoall_overlap",),
@@ -142,21 +179,17 @@ TOPOLOGY_RULES = (
         ("exchange",),
         "has no effect with `ulysses_size=1`",
         "drop it, or use a larger one",
-        lambda s: "exchange" in s.user_settings and s.ulysses_size == 1,
+        lambda s: s.ulysses_size == 1,
     ),
     Rule(
         ("ring_type",),
         "has no effect with `ring_size=1`",
         "drop it, or use a larger ring",
-        lambda s: "ring_type" in s.user_settings and s.ring_size == 1,
+        lambda s: s.ring_size == 1,
     ),
-    Rule(
-        ("dist_timeout",),
-        "has no effect on one process",
-        when=lambda s: "dist_timeout" in s.user_settings and s.world_size == 1,
-    ),
+    Rule(("dist_timeout",), "has no effect on one process", when=lambda s: s.world_size == 1),
     *(
-        Rule(
+        Rule[TopologyView](
             (name,),
             f"{effect}, but this is one process",
             "start it with torchrun, or drop it",
@@ -179,34 +212,29 @@ TOPOLOGY_RULES = (
     ),
     make_conflict_rule("compile", "fa_alltoall_overlap"),
     Rule(
-        ("chunks",),
+        ("chunks", "not fa_alltoall_overlap"),
         f"has an effect only with {join_with_or(_CHUNKED)}",
         "add one of them, or drop it",
-        lambda s: s.comm_type not in CHUNKED_MODES and not s.fa_alltoall_overlap,
+        lambda s: s.comm_type not in CHUNKED_MODES,
         _CHUNKS,
     ),
     Rule(
         ("chunks",),
-        "is more than the {heads_of_a_rank} of {num_heads} heads that a rank has with "
-        "`ulysses_size={ulysses_size}`",
-        "give 1 to {heads_of_a_rank}, or a smaller `ulysses_size`",
-        lambda s: s.chunks > s.heads_of_a_rank,
+        "is more than the {s.heads_of_a_rank} of {s.num_heads} heads that a rank has with "
+        "`ulysses_size={s.ulysses_size}`",
+        "give 1 to {s.heads_of_a_rank}, or a smaller `ulysses_size`",
+        lambda s: (s.chunks or 0) > s.heads_of_a_rank,
         _CHUNKS,
     ),
 )
-"""Rules for the topology; `user_settings` holds the names of the settings that the user set."""
-
-
-def _copies_weights(s: Any) -> bool:
-    """Returns whether `offload_model` is `cpu` or `block`, which copy weights to the device."""
-    return not isinstance(s.offload_model, bool)
+"""Rules for the topology, on the settings that the user set."""
 
 
 def _make_unconverted_rules(
     setting: str, value: str, weight_format: str, *dtype_prefixes: str
-) -> tuple[Rule, ...]:
+) -> tuple[Rule[PipelineView], ...]:
     """Makes the rules for a setting that computes with weights as the checkpoint stores them."""
-    reasons: tuple[tuple[str, Condition], ...] = (
+    reasons: tuple[tuple[str, Callable[[PipelineView], bool]], ...] = (
         ("`dit_fsdp` shards parameters", lambda s: s.dit_fsdp),
         ("`quant_dit_path` replaces these weights", lambda s: s.has_quantized_dit),
         ("NPUs have no FP8 weights", lambda s: weight_format == "FP8" and s.device == "npu"),
@@ -223,9 +251,9 @@ def _make_unconverted_rules(
 
 
 _RETURNS_NO_LSE = (
-    "returns no log-sum-exp, by which {task} merges the attention to its reference video"
+    "returns no log-sum-exp, by which {s.preset.task} merges the attention to its reference video"
 )
-PIPELINE_RULES = (
+PIPELINE_RULES: tuple[Rule[PipelineView], ...] = (
     make_conflict_rule(
         "convert_model_dtype",
         "precision=fp32",
@@ -242,11 +270,11 @@ PIPELINE_RULES = (
         )
         for name, effect in (("vae_parallel", "on all ranks"), ("vae_tiling", "in tiles"))
     ),
-    make_conflict_rule(
-        "dit_fsdp",
-        "has_quantized_dit",
+    Rule(
+        ("dit_fsdp",),
         "shards parameters, and quantised weights are buffers",
         "drop it, or drop `quant_dit_path`",
+        lambda s: s.has_quantized_dit,
     ),
     *_make_unconverted_rules("fp8_weights", "keep", "FP8", "F8"),
     *_make_unconverted_rules("fp8_weights", "multiply", "FP8", "F8"),
@@ -258,18 +286,17 @@ PIPELINE_RULES = (
     ),
     *_make_unconverted_rules("gguf_weights", "keep", "GGUF", "Q", "IQ", "MXFP4"),
     *(
-        Rule(
-            ("offload_model", name),
+        make_conflict_rule(
+            f"offload_model={value}",
+            name,
             f"copies weights from host memory or files, but `{name}` {effect}",
-            "drop one of them",
-            when,
-            "`offload_model={offload_model}`",
         )
-        for name, effect, when in (
-            ("dit_fsdp", "shards the DiT over the devices", _copies_weights),
-            ("t5_fsdp", "shards the text encoder over the devices", _copies_weights),
-            ("compile", "needs weights at fixed addresses", lambda s: s.offload_model == "block"),
+        for name, effect, values in (
+            ("dit_fsdp", "shards the DiT over the devices", ("cpu", "block")),
+            ("t5_fsdp", "shards the text encoder over the devices", ("cpu", "block")),
+            ("compile", "needs weights at fixed addresses", ("block",)),
         )
+        for value in values
     ),
     make_conflict_rule(
         "lora_folder",
@@ -278,130 +305,125 @@ PIPELINE_RULES = (
     ),
     Rule(
         ("use_rainfusion",),
-        "masks the tokens of a video, and {task} also has tokens of an image",
+        "masks the tokens of a video, and {s.preset.task} also has tokens of an image",
         "drop it",
-        lambda s: s.has_image_tokens,
+        lambda s: s.preset.has_image_tokens,
     ),
+    Rule(("fa_quant=fp8",), _RETURNS_NO_LSE, "drop it", lambda s: s.preset.has_reference_kv),
     Rule(
-        ("fa_quant=fp8",),
+        (),
         _RETURNS_NO_LSE,
         "drop it",
-        lambda s: s.has_reference_kv,
-    ),
-    Rule(
-        ("dense_kernel",),
-        _RETURNS_NO_LSE,
-        "drop it",
-        lambda s: s.has_reference_kv and not s.dense_kernel.has_lse,
-        "{dense_kernel.setting}",
+        lambda s: s.preset.has_reference_kv and not s.dense_kernel.has_lse,
+        "{s.dense_kernel.setting}",
     ),
     Rule(
         ("compile",),
-        "is not supported for {task}, whose blocks attend to a reference video",
+        "is not supported for {s.preset.task}, whose blocks attend to a reference video",
         "drop it",
-        lambda s: s.has_reference_kv,
+        lambda s: s.preset.has_reference_kv,
     ),
 )
 """Rules for the settings of a pipeline."""
 
-GROUPING_RULES = (
+GROUPING_RULES: tuple[Rule[PipelineView], ...] = (
     Rule(
         ("group_by_expert",),
-        "has no effect on {task}, which has one expert",
-        when=lambda s: s.num_experts == 1,
+        "has no effect on {s.preset.task}, which has one expert",
+        when=lambda s: len(s.preset.experts) == 1,
     ),
     make_conflict_rule(
         "group_by_expert",
         "offload_model=False",
         "has no effect with `offload_model=false`, which keeps both experts in memory",
     ),
-    make_conflict_rule(
-        "group_by_expert",
-        "step_cache",
+    Rule(
+        ("group_by_expert",),
         "interrupts videos, and `step_cache` has tensors of only one of them",
-        when=lambda s: s.policy != "none",
+        "drop one of them",
+        lambda s: s.policy != "none",
     ),
 )
 """Rules for runs of many videos."""
 
-PIPELINE_AND_VIDEO_RULES = (
+_BOUNDARY_STEP = "`boundary_step={s.video.boundary_step}`"
+_COMBINES = "combines both guidance branches"
+VIDEO_RULES: tuple[Rule[VideoView], ...] = (
+    # The pipeline together with the video.
     make_needs_rule("resident_blocks", "offload_model=block"),
     Rule(
         ("conditioning_scale",),
-        "has {num_scales} numbers, and the network has {num_control_blocks} control blocks",
-        "give one number, or {num_control_blocks}",
-        lambda s: s.num_control_blocks and s.num_scales not in (1, s.num_control_blocks),
+        "has {s.num_scales} numbers, and the network has {s.num_control_blocks} control blocks",
+        "give one number, or {s.num_control_blocks}",
+        lambda s: s.num_control_blocks > 0 and s.num_scales not in (1, s.num_control_blocks),
     ),
-)
-"""Rules for the settings of a pipeline together with those of a video."""
-
-_BOUNDARY_STEP = "`boundary_step={boundary_step}`"
-SAMPLING_RULES = (
+    # Sampling.
     Rule(
         ("sample_guide_scale",),
-        "has two numbers, but {task} has one network",
+        "has two numbers, but {s.video.preset.task} has one network",
         "give one number",
-        lambda s: s.boundary is None and s.sample_guide_scale[0] != s.sample_guide_scale[1],
-        "`sample_guide_scale={sample_guide_scale[0]:g},{sample_guide_scale[1]:g}`",
+        lambda s: s.video.boundary is None and len({*s.video.sample_guide_scale}) == 2,
+        "`sample_guide_scale={s.video.sample_guide_scale[0]:g},{s.video.sample_guide_scale[1]:g}`",
     ),
     Rule(
         ("timesteps",),
-        "has no effect on `sample_solver={sample_solver}`, which computes them from `sample_shift`",
+        "has no effect on `sample_solver={s.video.sample_solver}`, which computes them from "
+        "`sample_shift`",
         f"use {join_with_or(SOLVERS_OF_ANY_TIMESTEPS)}, or drop `timesteps`",
-        lambda s: not s.solver.takes_any_timesteps,
+        lambda s: s.video.sample_solver not in SOLVERS_OF_ANY_TIMESTEPS,
     ),
     Rule(
         ("sigmas", "sample_solver=rcm"),
         "has no effect on `sample_solver=rcm`, which has sigmas of its own",
-        when=lambda s: s.sigmas != OFFICIAL_TABLE,
-        subject="`sigmas={sigmas}`",
+        when=lambda s: s.video.sigmas != OFFICIAL_TABLE,
+        subject="`sigmas={s.video.sigmas}`",
     ),
     Rule(
-        ("sample_solver=rcm",),
-        "has at most 4 steps, and there are {sample_steps}",
+        ("sample_solver=rcm", "not timesteps"),
+        "has at most 4 steps, and there are {s.video.sample_steps}",
         "add `sample_steps=4`, or give `timesteps`",
-        lambda s: s.timesteps is None and s.sample_steps > 4,
+        lambda s: s.video.sample_steps > 4,
     ),
     Rule(
-        ("sample_solver=rcm", "sigma_max"),
+        ("sample_solver=rcm", "sigma_max", "not timesteps"),
         "is below rcm's second level of 14.1 (tan 1.5), or too close to it",
         "give more than 14.2",
-        lambda s: s.timesteps is None and s.sample_steps > 1 and s.sigma_max <= 14.2,
-        "`sigma_max={sigma_max:g}`",
+        lambda s: s.video.sample_steps > 1 and (s.video.sigma_max or 0) <= 14.2,
+        "`sigma_max={s.video.sigma_max:g}`",
     ),
     make_conflict_rule("sigma_max", "timesteps", "has no effect with `timesteps`"),
     *(
-        Rule(
-            (name,),
-            "has an effect only with `sample_solver=rcm`, but the solver is {sample_solver}",
+        Rule[VideoView](
+            (name, "not sample_solver=rcm"),
+            "has an effect only with `sample_solver=rcm`, but the solver is "
+            "{s.video.sample_solver}",
             f"drop `{name}`",
-            lambda s: s.sample_solver != "rcm",
         )
         for name in ("ode", "sigma_max")
     ),
     Rule(
         ("boundary_step",),
         "has no effect, as the task has one network",
-        when=lambda s: s.boundary is None,
+        when=lambda s: s.video.boundary is None,
         subject=_BOUNDARY_STEP,
     ),
     Rule(
         ("boundary_step",),
-        "is more than the {sample_steps} steps",
+        "is more than the {s.video.sample_steps} steps",
         "lower it",
-        lambda s: s.boundary_step > s.sample_steps,
+        lambda s: (s.video.boundary_step or 0) > s.video.sample_steps,
         _BOUNDARY_STEP,
     ),
     Rule(
         ("strength",),
-        "leaves none of the {sample_steps} steps",
-        "give at least 1/{sample_steps}, or more `sample_steps`",
+        "leaves none of the {s.video.sample_steps} steps",
+        "give at least 1/{s.video.sample_steps}, or more `sample_steps`",
         lambda s: not s.step_range,
-        "`strength={strength:g}`",
+        "`strength={s.video.strength:g}`",
     ),
     Rule(
         ("refine",),
-        "has no steps, as none of the {sample_steps} is one of the low-noise expert",
+        "has no steps, as none of the {s.video.sample_steps} is one of the low-noise expert",
         "add `strength`, or give more `sample_steps`",
         lambda s: not s.step_range,
     ),
@@ -413,26 +435,22 @@ SAMPLING_RULES = (
     ),
     Rule(
         ("trace_steps",),
-        "names step {trace_steps[0]}, and this video starts at step {step_range.start}",
+        "names step {s.trace_steps[0]}, and this video starts at step {s.step_range.start}",
         "drop it, or name later ones",
         lambda s: s.trace_steps[0] < s.step_range.start,
     ),
-)
-"""Rules for the sampling of a video."""
-
-_COMBINES = "combines both guidance branches"
-GUIDANCE_RULES = (
+    # Guidance.
     *(
         make_needs_rule(parameter, f"guider={name}")
         for name, row in GUIDERS.items()
         for parameter in row.parameters
     ),
     *(
-        Rule(
+        Rule[VideoView](
             (setting,),
             f"{effect}, and `sample_guide_scale=1` computes only one",
             "give a larger scale, or drop it",
-            lambda s: not s.uses_guidance,
+            lambda s: not s.video.uses_guidance,
         )
         for setting, effect in (
             *((f"guider={name}", _COMBINES) for name in GUIDERS if name != "cfg"),
@@ -441,107 +459,90 @@ GUIDANCE_RULES = (
     ),
     Rule(
         ("zero_init_steps",),
-        "leaves none of the {sample_steps} steps",
+        "leaves none of the {s.video.sample_steps} steps",
         "give fewer",
-        lambda s: s.zero_init_steps >= s.sample_steps,
-        "`zero_init_steps={zero_init_steps}`",
+        lambda s: (s.video.zero_init_steps or 0) >= s.video.sample_steps,
+        "`zero_init_steps={s.video.zero_init_steps}`",
     ),
     Rule(
         ("slg_blocks",),
         "names a block that the network does not have",
-        "name blocks from 0 to {last_block}",
-        lambda s: max(s.slg_blocks) > s.last_block,
+        "name blocks from 0 to {s.last_block}",
+        lambda s: max(s.video.slg_blocks or (0,)) > s.last_block,
     ),
     Rule(
         ("slg_blocks",),
         "names all blocks of the network",
         "name one or two, such as 9",
-        lambda s: len(s.slg_blocks) > s.last_block,
+        lambda s: len(s.video.slg_blocks or ()) > s.last_block,
     ),
     Rule(
         ("slg_blocks",),
-        "does not start before it stops: `slg_start={slg_range[0]:g}`, `slg_stop={slg_range[1]:g}`",
+        "does not start before it stops: `slg_start={s.video.slg_range[0]:g}`, "
+        "`slg_stop={s.video.slg_range[1]:g}`",
         "give a smaller `slg_start`, or a larger `slg_stop`",
-        lambda s: s.slg_range[0] >= s.slg_range[1],
+        lambda s: s.video.slg_range[0] >= s.video.slg_range[1],
     ),
     Rule(
         ("slg_blocks", "offload_model=block"),
-        "skips blocks with whose weights {task} copies those of its adapters",
+        "skips blocks with whose weights {s.video.preset.task} copies those of its adapters",
         "drop one of them",
         lambda s: s.has_adapters,
     ),
-)
-"""Rules for the guidance of a video."""
-
-IMAGE_RULES = (
+    # Images.
     Rule(
-        ("has_last_image",),
+        (),
         "needs a video of more than one frame",
         "give a larger `frame_num`",
-        lambda s: s.frame_num == 1,
+        lambda s: s.video.has_last_image and s.video.frame_num == 1,
         "`last_image`",
     ),
     Rule(
-        ("image_size",),
+        (),
         "ends with an image",
         "add `last_image`",
-        lambda s: s.preset.num_clip_vision_images == 2 and not s.has_last_image,
-        "The task {task}",
+        lambda s: (
+            s.video.image_size is not None
+            and s.video.preset.num_clip_vision_images == 2
+            and not s.video.has_last_image
+        ),
+        "The task {s.video.preset.task}",
     ),
-)
-"""Rules for the images of a video."""
-
-
-CLIP_RULES = (
+    # Videos that are generated clip by clip.
     Rule(
         ("clip_prompts",),
-        "and `num_clip={num_clip}` differ",
+        "and `num_clip={s.video.num_clip}` differ",
         "give one prompt for each clip",
-        lambda s: len(s.clip_prompts) != s.num_clip,
+        lambda s: len(s.video.clip_prompts or ()) != s.video.num_clip,
         "The number of `clip_prompts`",
     ),
     Rule(
-        ("chain", "has_last_image"),
+        ("chain",),
         "does not work with several clips, because each of them would end with it",
         "drop it, or `num_clip`",
-        None,
+        lambda s: s.video.has_last_image,
         "`last_image`",
     ),
     Rule(
         ("chain=latent",),
         "is too short: 5 frames of a later clip repeat the previous clip",
         "give 9 or more; 81 is best",
-        lambda s: s.frame_num < 9,
-        "`frame_num={frame_num}`",
+        lambda s: s.video.frame_num < 9,
+        "`frame_num={s.video.frame_num}`",
     ),
     Rule(
         ("chain=frame",),
         "is too short for clips that begin with the last frame of the previous clip",
         "give 5 or more",
-        lambda s: s.frame_num < 5 and s.num_clip > 1,
-        "`frame_num={frame_num}`",
+        lambda s: s.video.frame_num < 5 and (s.video.num_clip or 1) > 1,
+        "`frame_num={s.video.frame_num}`",
     ),
     Rule(
         ("refert_num",),
-        "is not below the {frame_num} frames of a clip",
+        "is not below the {s.video.frame_num} frames of a clip",
         "give a larger `frame_num`",
-        lambda s: s.refert_num >= s.frame_num,
-        "`refert_num={refert_num}`",
+        lambda s: (s.video.refert_num or 0) >= s.video.frame_num,
+        "`refert_num={s.video.refert_num}`",
     ),
 )
-"""Rules for videos that are generated clip by clip."""
-VIDEO_RULES = (
-    *PIPELINE_AND_VIDEO_RULES,
-    *SAMPLING_RULES,
-    *GUIDANCE_RULES,
-    *IMAGE_RULES,
-    *CLIP_RULES,
-)
 """Rules for a video, checked once with all settings known."""
-ALL_RULES = (
-    *USER_SETTING_RULES,
-    *TOPOLOGY_RULES,
-    *PIPELINE_RULES,
-    *GROUPING_RULES,
-    *VIDEO_RULES,
-)

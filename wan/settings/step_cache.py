@@ -55,7 +55,7 @@ class PolicyRow:
     parameters: tuple[str, ...] = ()
     default_threshold: float | None = None
     read_argument: Callable[[str, str], Any] | None = None
-    conflicts: tuple[Rule, ...] = ()
+    conflicts: tuple[Rule[object], ...] = ()
 
     @property
     def name(self) -> str:
@@ -303,4 +303,4 @@ def check_step_cache(cache: StepCache, parallel: Parallel, execution: Execution)
             raise InputError(f"`{name}`", why=why + ", ".join(policies), remedy="drop it")
     if cache.policy != "none":
         values = {**vars(parallel), **vars(execution), "step_cache": cache.policy}
-        rules.check_rules(POLICIES[cache.policy].conflicts, values)
+        rules.check_rules(POLICIES[cache.policy].conflicts, values, None)
