@@ -506,9 +506,10 @@ def make_video_params(
         image_size: `Inputs.source_size`.
     """
     names = {entry.name for entry in fields(VideoParams)}
-    chosen: dict[str, Any] = {
-        name: getattr(preset, name) for name in names if hasattr(preset, name)
-    }
+    chosen: dict[str, Any] = {"prompt": preset.prompt, "size": preset.size, "fps": preset.fps}
+    chosen |= {"frame_num": preset.frame_num, "infer_frames": preset.infer_frames}
+    chosen |= {"sample_steps": preset.sample_steps, "sample_shift": preset.sample_shift}
+    chosen |= {"sample_guide_scale": preset.sample_guide_scale, "boundary": preset.boundary}
     chosen |= {name: value for name, value in values.items() if name in names}
     chosen["negative_prompt"] = values.get("negative_prompt") or preset.negative_prompt
     if preset.sample_shift_480p is not None and set(chosen["size"]) == {832, 480}:
