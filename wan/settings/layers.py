@@ -23,6 +23,7 @@ from wan.settings.flags import (
 )
 from wan.settings.guidance import GUIDERS
 from wan.settings.recipes import RECIPE_SETTINGS, RECIPES
+from wan.settings.solvers import SOLVERS
 from wan.settings.step_cache import list_unused_parameters
 from wan.settings.values import Reader, switch
 
@@ -223,41 +224,42 @@ _SUPERSEDED = {
     "attention_backend": ("attention_algo",),
 }
 """Setting -> the settings of lower layers that it replaces where it differs from theirs."""
-_SKIP_LAYER_SETTINGS = ("slg_blocks", "slg_start", "slg_stop")
+_LATENTS_SUPERSEDED = {"src_video": ("fixed_latents",), "fixed_latents": ("src_video",)}
+"""As `_SUPERSEDED`, where both give the latents that denoising starts from."""
+_GUIDER_PARAMETERS = {parameter for row in GUIDERS.values() for parameter in row.parameters}
+_NEED_TWO_BRANCHES = {"guider", "slg_blocks", "slg_start", "slg_stop", *_GUIDER_PARAMETERS}
+_SUPERSEDED_BY_VALUE: dict[str, Iterable[str]] = {
+    **{f"sample_solver={name}": ("ode", "sigma_max") for name in SOLVERS},
+    "sample_solver=rcm": ("sigmas",),
+    "step_cache": ("use_attentioncache",),
+    "use_attentioncache": ("step_cache",),
+    **{f"guider={name}": _GUIDER_PARAMETERS - {*row.parameters} for name, row in GUIDERS.items()},
+}
+"""Condition of a rule -> the settings of lower layers that have no effect where it holds."""
 
 
 def _list_superseded(settings: Mapping[str, Any], layer: Layer) -> Iterator[str]:
     """Lists the names of the settings of a lower layer that higher settings supersede."""
     higher, lower = dict(settings), layer.values
     recipe = RECIPES.get(higher.get("recipe", ""))
-    if recipe is not None and layer.kind != "default":  # counts as the settings it selects
-        selected = {n: recipe.values[n] for n in RECIPE_SETTINGS if n in recipe.values}
-        selected = {"sample_guide_scale": (1.0, 1.0), **selected}
-        yield from selected
-        higher = {**selected, **higher}
+    if layer.kind != "default":
+        if recipe is not None:  # counts as the settings it selects
+            selected = {n: recipe.values[n] for n in RECIPE_SETTINGS if n in recipe.values}
+            selected = {"sample_guide_scale": (1.0, 1.0), **selected}
+            yield from selected
+            higher = {**selected, **higher}
+        if higher.get("sample_solver") == "rcm":
+            yield "sample_shift"
     if "recipe" in higher and layer.kind == "record":
         yield from RECIPE_SETTINGS
-    if higher.get("sample_solver") == "rcm" and layer.kind != "default":
-        yield "sample_shift"
-    changed = {  # images in memory may be arrays, which are not compared
-        name for name in higher if name not in lower or lower[name] != higher[name]
-    }
-    for name in changed & _SUPERSEDED.keys():
-        if higher[name] is not False:
-            yield from _SUPERSEDED[name]
-    if "sample_solver" in higher:
-        yield from ("sigmas",) if higher["sample_solver"] == "rcm" else ("ode", "sigma_max")
-    if "step_cache" in higher:
-        yield "use_attentioncache"
-    if higher.get("use_attentioncache"):
-        yield "step_cache"
-    if "guider" in higher:
-        other_rows = (row for name, row in GUIDERS.items() if name != higher["guider"])
-        yield from (parameter for row in other_rows for parameter in row.parameters)
-    if {*higher.get("sample_guide_scale", ())} == {1.0}:  # only one guidance branch is computed
-        yield from ("guider", *_SKIP_LAYER_SETTINGS)
-        yield from (parameter for row in GUIDERS.values() for parameter in row.parameters)
     task = higher.get("task", lower.get("task", "t2v-A14B"))
-    if task in FLAGS["strength"].tasks:  # both give the latents that denoising starts from
-        yield from ("fixed_latents",) if "src_video" in changed else ()
-        yield from ("src_video",) if "fixed_latents" in changed else ()
+    superseded = _SUPERSEDED | (_LATENTS_SUPERSEDED if task in FLAGS["strength"].tasks else {})
+    for name in higher.keys() & superseded:  # images, which may be arrays, are not compared
+        is_changed = name not in lower or lower[name] != higher[name]
+        if is_changed and higher[name] is not False:
+            yield from superseded[name]
+    for condition, names in _SUPERSEDED_BY_VALUE.items():
+        if rules.is_condition_met(condition, higher):
+            yield from names
+    if {*higher.get("sample_guide_scale", ())} == {1.0}:  # only one guidance branch is computed
+        yield from _NEED_TWO_BRANCHES
