@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -169,10 +169,8 @@ class WanAnimateModel(WanModel):
     def _make_conditioning(
         self, face_features: _FaceFeatures, pose: Tensor, grid: Grid
     ) -> StreamConditioning:
-        num_tokens, frame_size = math.prod(grid), math.prod(grid[1:])
-        offset = self.sequence_shard.get_local_offset(num_tokens)
-        num_local = self.sequence_shard.count_valid_tokens(num_tokens)
-        rope = self.rope.get(grid, pose.device, self.sequence_shard.shard)
+        frame_size, stream = math.prod(grid[1:]), self._make_stream(grid, pose.device)
+        offset, num_local = stream.token_offset, stream.num_local_video_tokens
         # The first frame, the reference image, has no pose.
         begin, end = (max(token - frame_size, 0) for token in (offset, offset + num_local))
         pose_patches_BSK = extract_patches(pose, self.patch_size)[:, begin:end]
@@ -186,13 +184,8 @@ class WanAnimateModel(WanModel):
             )
 
         layers = range(0, self.num_layers, FACE_BLOCK_INTERVAL)
-        return StreamConditioning(
-            rope,
-            offset,
-            num_local,
-            pose_embedding,
-            after_block={layer: make_hook(layer) for layer in layers},
-        )
+        hooks = {layer: make_hook(layer) for layer in layers}
+        return replace(stream, video_embedding=pose_embedding, after_block=hooks)
 
     def _attend_to_face(
         self,

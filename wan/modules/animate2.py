@@ -159,16 +159,9 @@ class WanAnimate2Model(WanModel):
                 f"x has {list(grid)} tokens along frame, height and width, but reference_kv was "
                 f"computed for {list(layout.generated)}."
             )
+        stream = self._make_stream(grid, x.device, reference=reference_pass)
         if reference_kv.is_complete:
-            rope = self.rope.get(grid, x.device, shard.shard)
-        else:
-            cos, sin = make_rope_table(layout.positions, self.dim // self.num_heads)
-            cos, sin = (shard.shard(rows[None], grid)[0].to(x.device) for rows in (cos, sin))
-            rope = cos, sin
-        num_tokens = math.prod(grid)
-        return StreamConditioning(
-            rope,
-            shard.get_local_offset(num_tokens),
-            shard.count_valid_tokens(num_tokens),
-            reference=reference_pass,
-        )
+            return stream
+        cos, sin = make_rope_table(layout.positions, self.dim // self.num_heads)
+        cos, sin = (shard.shard(rows[None], grid)[0].to(x.device) for rows in (cos, sin))
+        return replace(stream, rope=(cos, sin))

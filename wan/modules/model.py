@@ -206,12 +206,20 @@ class WanModel(nn.Module):
         self._check_inputs(x, t, context, seq_len, y, clip_fea)
         is_batched = t.dim() == 1 and len({sample.shape for sample in x}) == 1
         if (is_batched or len(x) == 1) and not isinstance(step, Sequence):
-            batch = self._iterate_forward(torch.stack(x), t, context, clip_fea, step)
+            stream = self._make_stream(self.token_grid(x[0].shape[1:]), x[0].device)
+            batch = self._iterate_forward(torch.stack(x), t, context, clip_fea, step, stream)
             return list(run_to_end(batch).unbind(0))
         timesteps = t if t.shape[0] == len(x) else t.expand(len(x), *t.shape[1:])
         steps = list_sample_steps(step, len(x))
         iterators = [
-            self._iterate_forward(latents[None], timestep, [text], clip_fea, sample_step)
+            self._iterate_forward(
+                latents[None],
+                timestep,
+                [text],
+                clip_fea,
+                sample_step,
+                self._make_stream(self.token_grid(latents.shape[1:]), latents.device),
+            )
             for latents, timestep, text, sample_step in zip(
                 x, timesteps.split(1), context, steps, strict=True
             )
@@ -236,6 +244,18 @@ class WanModel(nn.Module):
             return [run_to_end(iterator) for iterator in iterators]
         return run_in_lockstep(iterators, steps, self.hold_weights)
 
+    def _make_stream(
+        self, grid: Grid, device: torch.device, **additions: Any
+    ) -> StreamConditioning:
+        """Makes the conditioning of a stream of video tokens, with a subclass's additions."""
+        shard, num_tokens = self.sequence_shard, math.prod(grid)
+        return StreamConditioning(
+            self.rope.get(grid, device, shard.shard),
+            shard.get_local_offset(num_tokens),
+            shard.count_valid_tokens(num_tokens),
+            **additions,
+        )
+
     def _iterate_forward(
         self,
         x_BCFHW: Tensor,
@@ -243,32 +263,26 @@ class WanModel(nn.Module):
         context: list[Tensor],
         clip_fea: Tensor | None,
         step: StepInfo | None,
-        conditioning: StreamConditioning | None = None,
+        conditioning: StreamConditioning,
     ) -> BlockIterator[Tensor]:
         grid = self.token_grid(x_BCFHW.shape[2:])
         num_video_tokens = math.prod(grid)
         if t.dim() == 2:
             t = self.sequence_shard.permute(t[:, :num_video_tokens].cpu(), grid)
         segment_times, segment_lengths = find_timestep_segments(t, num_video_tokens)
-        if conditioning is not None and conditioning.num_extra_tokens:
+        if conditioning.num_extra_tokens:
             segment_times = F.pad(segment_times, (0, 1))
             segment_lengths = (*segment_lengths, conditioning.num_extra_tokens)
         features = sinusoidal_embedding(segment_times, self.freq_dim)
         features = features.to(x_BCFHW.device, non_blocking=True)
         e_BRC = _run_in_fp32(self.time_embedding, features)
         e0_BR6C = _run_in_fp32(self.time_projection, e_BRC).unflatten(-1, (6, self.dim))
-        rope = (
-            conditioning.rope
-            if conditioning
-            else self.rope.get(grid, x_BCFHW.device, self.sequence_shard.shard)
-        )
         embedded_context = self._embed_context(context, clip_fea, step)
-        after_block = conditioning.after_block if conditioning else {}
         skipped_blocks = step.skipped_blocks if step else ()
-        reference = conditioning.reference if conditioning else None
+        reference = conditioning.reference
         forward_context = ForwardContext(
             self.sequence_shard.get_local_segment_lengths(segment_lengths),
-            rope,
+            conditioning.rope,
             sum(segment_lengths),
             step,
             reference,
@@ -277,7 +291,7 @@ class WanModel(nn.Module):
         block_inputs = BlockInputs(e0_BR6C, embedded_context, forward_context)
 
         def run_blocks(x_BLC: Tensor, start: int, stop: int | None) -> BlockIterator[Tensor]:
-            if conditioning is not None and conditioning.before_blocks is not None and start == 0:
+            if conditioning.before_blocks is not None and start == 0:
                 conditioning.before_blocks(x_BLC)
             for layer, block in islice(enumerate(self.blocks), start, stop):
                 yield layer
@@ -285,21 +299,20 @@ class WanModel(nn.Module):
                     _skip_block(block, layer)
                 else:
                     x_BLC = self._run_block(layer, x_BLC, block_inputs)
-                if layer in after_block:
-                    x_BLC = after_block[layer](x_BLC, block_inputs)
+                if layer in conditioning.after_block:
+                    x_BLC = conditioning.after_block[layer](x_BLC, block_inputs)
             return x_BLC
 
         x_BLC = self._embed_tokens(x_BCFHW, grid, conditioning)
         if self.step_cache is None:
             x_BLC = yield from run_blocks(x_BLC, 0, None)
         else:
-            num_valid = (
-                conditioning.num_local_video_tokens
-                if conditioning
-                else self.sequence_shard.count_valid_tokens(num_video_tokens)
-            )
             x_BLC = yield from self.step_cache.iterate(
-                x_BLC, run_blocks, step, num_valid, embedded_context.embedding.dtype
+                x_BLC,
+                run_blocks,
+                step,
+                conditioning.num_local_video_tokens,
+                embedded_context.embedding.dtype,
             )
         x_BSC = self.sequence_shard.gather(
             self.head(x_BLC, e_BRC, forward_context.timestep_segments), grid
@@ -343,13 +356,11 @@ class WanModel(nn.Module):
         return ()
 
     def _embed_tokens(
-        self, x_BCFHW: Tensor, grid: Grid, conditioning: StreamConditioning | None
+        self, x_BCFHW: Tensor, grid: Grid, conditioning: StreamConditioning
     ) -> Tensor:
         """Embeds this rank's tokens, float32 [B,L,C]."""
         patches_BSK = extract_patches(x_BCFHW, self.patch_size)
-        if conditioning is None or (
-            conditioning.video_embedding is None and not conditioning.num_extra_tokens
-        ):
+        if conditioning.video_embedding is None and not conditioning.num_extra_tokens:
             return embed_patches(self.patch_embedding, self.sequence_shard.shard(patches_BSK, grid))
         local_patches_BNK = patches_BSK[
             :,

@@ -11,7 +11,6 @@ Legend: B batch, C channels, F H W latent frames/height/width, L this rank's tok
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,7 +138,7 @@ class VaceWanModel(WanModel):
     def _make_conditioning(
         self, control_BCFHW: Tensor, scales: Sequence[float], grid: Grid
     ) -> StreamConditioning:
-        num_tokens, streams = math.prod(grid), dict[str, Tensor]()
+        streams = dict[str, Tensor]()
 
         def save_video_stream(x_BLC: Tensor) -> None:
             streams["x"] = x_BLC.clone()  # block 0 updates it in place
@@ -163,10 +162,9 @@ class VaceWanModel(WanModel):
 
             return add_hint
 
-        return StreamConditioning(
-            self.rope.get(grid, control_BCFHW.device, self.sequence_shard.shard),
-            self.sequence_shard.get_local_offset(num_tokens),
-            self.sequence_shard.count_valid_tokens(num_tokens),
+        return self._make_stream(
+            grid,
+            control_BCFHW.device,
             after_block={layer: make_hook(layer) for layer in self.injected},
             before_blocks=save_video_stream,
         )
