@@ -38,7 +38,6 @@ from wan.modules.model import (
     WanModel,
     embed_patches,
     extract_patches,
-    list_sample_steps,
     split_samples,
 )
 from wan.modules.text_kv_cache import InputCache
@@ -143,24 +142,18 @@ class WanAnimateModel(WanModel):
         """
         x = [torch.cat(pair, dim=0) for pair in zip(x, y, strict=True)]
         self._check_inputs(x, t, context, seq_len, y, clip_fea)
-        timesteps, steps = t.expand(len(x)).split(1), list_sample_steps(step, len(x))
         poses, all_faces = split_samples(pose_latents), split_samples(face_pixel_values)
-        samples, iterators = (x, timesteps, context, poses, all_faces, steps), []
-        for i, (sample, timestep, text, pose, faces, sample_step) in enumerate(
-            zip(*samples, strict=True)
-        ):
+        samples = [*zip(x, poses, all_faces, strict=True)]
+
+        def make_conditioning(i: int) -> StreamConditioning:
+            sample, pose, faces = samples[i]
             self._check_conditions(sample, pose, faces)
-            grid = self.token_grid(sample.shape[1:])
             # The unsplit tensor is the cache key, because `split` returns a new tensor each time.
             key = face_pixel_values if isinstance(face_pixel_values, Tensor) else faces
             face_features = self._encode_faces(key, faces, i)
-            conditioning = self._make_conditioning(face_features, pose, grid)
-            iterators.append(
-                self._iterate_forward(
-                    sample[None], timestep, [text], clip_fea, sample_step, conditioning
-                )
-            )
-        return [velocity_B[0] for velocity_B in self._run_samples(iterators, steps, x)]
+            return self._make_conditioning(face_features, pose, self.token_grid(sample.shape[1:]))
+
+        return self._run_samples(x, t.expand(len(x)), context, clip_fea, step, make_conditioning)
 
     def adapter_modules(self, layer: int) -> Sequence[nn.Module]:
         blocks: Any = self.face_adapter.fuser_blocks

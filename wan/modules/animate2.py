@@ -20,7 +20,6 @@ from torch import Tensor
 
 from wan.kernels.forward_context import StepInfo
 from wan.modules.interfaces import ModelComponents
-from wan.modules.lockstep import run_to_end
 from wan.modules.model import StreamConditioning, WanModel
 from wan.modules.reference_kv import ReferenceKV, ReferenceLayout, ReferencePass
 from wan.modules.rope import make_rope_table
@@ -134,18 +133,14 @@ class WanAnimate2Model(WanModel):
         self._check_inputs(x, t, context, seq_len, y, clip_fea)
         layers = [layer for layer in range(self.num_layers) if layer not in skip_blocks]
         reference_pass = ReferencePass(reference_kv, log_scale, layers)
-        timesteps, velocities = t.expand(len(x)).split(1), []
-        for i, (sample, timestep, text) in enumerate(zip(x, timesteps, context, strict=True)):
-            conditioning = self._make_conditioning(sample, reference_pass)
-            sample_step = step and replace(step, sample=i)
-            velocities.append(
-                run_to_end(
-                    self._iterate_forward(
-                        sample[None], timestep, [text], clip_fea, sample_step, conditioning
-                    )
-                )[0]
-            )
-        return velocities
+        return self._run_samples(
+            x,
+            t.expand(len(x)),
+            context,
+            clip_fea,
+            step,
+            lambda i: self._make_conditioning(x[i], reference_pass),
+        )
 
     def runs_in_lockstep(self, num_tokens: int) -> bool:
         """Never: the guidance branches may leave out different blocks."""

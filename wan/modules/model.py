@@ -204,27 +204,15 @@ class WanModel(nn.Module):
         if y is not None:
             x = [torch.cat(pair, dim=0) for pair in zip(x, y, strict=True)]
         self._check_inputs(x, t, context, seq_len, y, clip_fea)
-        is_batched = t.dim() == 1 and len({sample.shape for sample in x}) == 1
-        if (is_batched or len(x) == 1) and not isinstance(step, Sequence):
-            stream = self._make_stream(self.token_grid(x[0].shape[1:]), x[0].device)
-            batch = self._iterate_forward(torch.stack(x), t, context, clip_fea, step, stream)
-            return list(run_to_end(batch).unbind(0))
-        timesteps = t if t.shape[0] == len(x) else t.expand(len(x), *t.shape[1:])
-        steps = list_sample_steps(step, len(x))
-        iterators = [
-            self._iterate_forward(
-                latents[None],
-                timestep,
-                [text],
-                clip_fea,
-                sample_step,
-                self._make_stream(self.token_grid(latents.shape[1:]), latents.device),
-            )
-            for latents, timestep, text, sample_step in zip(
-                x, timesteps.split(1), context, steps, strict=True
-            )
-        ]
-        return [velocity_B[0] for velocity_B in self._run_samples(iterators, steps, x)]
+        return self._run_samples(
+            x,
+            t,
+            context,
+            clip_fea,
+            step,
+            lambda i, *_: self._make_stream(self.token_grid(x[i].shape[1:]), x[i].device),
+            can_be_batch=t.dim() == 1,
+        )
 
     def runs_in_lockstep(self, num_tokens: int) -> bool:
         """Whether samples of this number of tokens share a block's weights."""
@@ -234,15 +222,45 @@ class WanModel(nn.Module):
 
     def _run_samples(
         self,
-        iterators: Sequence[BlockIterator[Tensor]],
-        steps: Sequence[StepInfo | None],
         x: Sequence[Tensor],
+        t: Tensor,
+        context: list[Tensor],
+        clip_fea: Tensor | None,
+        step: StepInfo | Sequence[StepInfo] | None,
+        make_conditioning: Callable[..., StreamConditioning],
+        *,
+        can_be_batch: bool = False,
     ) -> list[Tensor]:
-        """Runs forward passes, in lockstep or one after the other."""
+        """Computes the velocity of each sample: as one batch, in lockstep or one after the other.
+
+        Args:
+            x: The latents of each sample, with all channels; the next four are those of `forward`.
+            make_conditioning: Makes the conditioning of the samples of these indices.
+            can_be_batch: Compute samples of one shape as a batch if they share a step.
+        """
+        batches, steps = [[i] for i in range(len(x))], list_sample_steps(step, len(x))
+        has_one_shape = len({sample.shape for sample in x}) == 1
+        if can_be_batch and has_one_shape and not isinstance(step, Sequence):
+            batches, steps, timesteps = [[*range(len(x))]], [step], (t,)
+        else:
+            timesteps = t.expand(len(x), *t.shape[1:]).split(1)
+        iterators = [
+            self._iterate_forward(
+                torch.stack([x[i] for i in batch]),
+                timestep,
+                [context[i] for i in batch],
+                clip_fea,
+                batch_step,
+                make_conditioning(*batch),
+            )
+            for batch, timestep, batch_step in zip(batches, timesteps, steps, strict=True)
+        ]
         num_tokens = max(math.prod(self.token_grid(sample.shape[1:])) for sample in x)
-        if self.hold_weights is None or not self.runs_in_lockstep(num_tokens):
-            return [run_to_end(iterator) for iterator in iterators]
-        return run_in_lockstep(iterators, steps, self.hold_weights)
+        if len(batches) > 1 and self.hold_weights and self.runs_in_lockstep(num_tokens):
+            velocities = run_in_lockstep(iterators, steps, self.hold_weights)
+        else:
+            velocities = [run_to_end(iterator) for iterator in iterators]
+        return [velocity for batch in velocities for velocity in batch.unbind(0)]
 
     def _make_stream(
         self, grid: Grid, device: torch.device, **additions: Any

@@ -41,7 +41,6 @@ from wan.modules.model import (
     WanModel,
     embed_patches,
     extract_patches,
-    list_sample_steps,
     split_samples,
 )
 from wan.modules.rope import GridPositions, RopeTable, compute_rope_angles, tabulate_rope_angles
@@ -165,13 +164,11 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         """
         self._check_inputs(x, t, context, 1 << 60, None, None)
         poses: Sequence[Tensor | None] = [None] * len(x) if cond_states is None else cond_states
-        timesteps = t.expand(len(x)).split(1)
-        steps, audios = list_sample_steps(step, len(x)), split_samples(audio_input)
-        samples = x, timesteps, context, ref_latents, motion_latents, poses, audios, steps
-        iterators = []
-        for i, (sample, timestep, text, ref, motion, pose, audio, sample_step) in enumerate(
-            zip(*samples, strict=True)
-        ):
+        audios = split_samples(audio_input)
+        samples = [*zip(x, ref_latents, motion_latents, poses, audios, strict=True)]
+
+        def make_conditioning(i: int) -> StreamConditioning:
+            sample, ref, motion, pose, audio = samples[i]
             self._check_conditions(sample, ref, motion, pose, audio)
             grid = self.token_grid(sample.shape[1:])
             reference = self._get_reference_tokens(
@@ -181,13 +178,9 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             key = audio_input if isinstance(audio_input, Tensor) else audio
             cache_key = key, i, tuple(motion_frames), grid, reference.num_extra_tokens
             audio_tokens = self._encode_audio(audio, cache_key)
-            conditioning = self._make_conditioning(reference, audio_tokens, pose, grid)
-            iterators.append(
-                self._iterate_forward(
-                    sample[None], timestep, [text], None, sample_step, conditioning
-                )
-            )
-        return [velocity_B[0] for velocity_B in self._run_samples(iterators, steps, x)]
+            return self._make_conditioning(reference, audio_tokens, pose, grid)
+
+        return self._run_samples(x, t.expand(len(x)), context, None, step, make_conditioning)
 
     def adapter_modules(self, layer: int) -> Sequence[nn.Module]:
         if layer not in self.injected:

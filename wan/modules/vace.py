@@ -28,7 +28,6 @@ from wan.modules.model import (
     WanModel,
     embed_patches,
     extract_patches,
-    list_sample_steps,
 )
 from wan.modules.text_kv_cache import ContextKV
 from wan.settings.attention_modes import Grid
@@ -111,22 +110,16 @@ class VaceWanModel(WanModel):
         scales = self._expand_scale(vace_context_scale)
         for sample, control in zip(x, vace_context, strict=True):
             check_shapes(sample, {"vace_context": (control, (channels, *sample.shape[1:]))})
-        batches, steps = [slice(i, i + 1) for i in range(len(x))], list_sample_steps(step, len(x))
-        if not isinstance(step, Sequence) and len({sample.shape for sample in x}) == 1:
-            batches, steps = [slice(None)], [step]
-        timesteps, iterators = t.expand(len(x)), []
-        for batch, batch_step in zip(batches, steps, strict=True):
-            x_BCFHW, control_BCFHW = torch.stack(x[batch]), torch.stack(vace_context[batch])
-            conditioning = self._make_conditioning(
-                control_BCFHW, scales, self.token_grid(x_BCFHW.shape[2:])
+
+        def make_conditioning(*samples: int) -> StreamConditioning:
+            control_BCFHW = torch.stack([vace_context[i] for i in samples])
+            return self._make_conditioning(
+                control_BCFHW, scales, self.token_grid(control_BCFHW.shape[2:])
             )
-            iterators.append(
-                self._iterate_forward(
-                    x_BCFHW, timesteps[batch], context[batch], None, batch_step, conditioning
-                )
-            )
-        velocities = self._run_samples(iterators, steps, x)
-        return [velocity for batch in velocities for velocity in batch.unbind(0)]
+
+        return self._run_samples(
+            x, t.expand(len(x)), context, None, step, make_conditioning, can_be_batch=True
+        )
 
     @property
     def num_cross_attention_layers(self) -> int:
