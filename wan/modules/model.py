@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -283,59 +284,68 @@ class WanModel(nn.Module):
         step: StepInfo | None,
         conditioning: StreamConditioning,
     ) -> BlockIterator[Tensor]:
+        """Predicts the velocity: embeds the inputs, runs the blocks and then the head."""
         grid = self.token_grid(x_BCFHW.shape[2:])
-        num_video_tokens = math.prod(grid)
-        if t.dim() == 2:
-            t = self.sequence_shard.permute(t[:, :num_video_tokens].cpu(), grid)
-        segment_times, segment_lengths = find_timestep_segments(t, num_video_tokens)
-        if conditioning.num_extra_tokens:
-            segment_times = F.pad(segment_times, (0, 1))
-            segment_lengths = (*segment_lengths, conditioning.num_extra_tokens)
-        features = sinusoidal_embedding(segment_times, self.freq_dim)
-        features = features.to(x_BCFHW.device, non_blocking=True)
-        e_BRC = _run_in_fp32(self.time_embedding, features)
-        e0_BR6C = _run_in_fp32(self.time_projection, e_BRC).unflatten(-1, (6, self.dim))
+        e_BRC, lengths = self._embed_timesteps(t, grid, x_BCFHW.device, conditioning)
+        modulation_BR6C = _run_in_fp32(self.time_projection, e_BRC).unflatten(-1, (6, self.dim))
         embedded_context = self._embed_context(context, clip_fea, step)
-        skipped_blocks = step.skipped_blocks if step else ()
-        reference = conditioning.reference
         forward_context = ForwardContext(
-            self.sequence_shard.get_local_segment_lengths(segment_lengths),
+            self.sequence_shard.get_local_segment_lengths(lengths),
             conditioning.rope,
-            sum(segment_lengths),
+            sum(lengths),
             step,
-            reference,
+            conditioning.reference,
             embedded_context.second_text,
         )
-        block_inputs = BlockInputs(e0_BR6C, embedded_context, forward_context)
-
-        def run_blocks(x_BLC: Tensor, start: int, stop: int | None) -> BlockIterator[Tensor]:
-            if conditioning.before_blocks is not None and start == 0:
-                conditioning.before_blocks(x_BLC)
-            for layer, block in islice(enumerate(self.blocks), start, stop):
-                yield layer
-                if layer in skipped_blocks or (reference and layer not in reference.layers):
-                    _skip_block(block, layer)
-                else:
-                    x_BLC = self._run_block(layer, x_BLC, block_inputs)
-                if layer in conditioning.after_block:
-                    x_BLC = conditioning.after_block[layer](x_BLC, block_inputs)
-            return x_BLC
-
+        inputs = BlockInputs(modulation_BR6C, embedded_context, forward_context)
         x_BLC = self._embed_tokens(x_BCFHW, grid, conditioning)
+        run_blocks = partial(self._iterate_blocks, inputs, conditioning)
         if self.step_cache is None:
             x_BLC = yield from run_blocks(x_BLC, 0, None)
         else:
-            x_BLC = yield from self.step_cache.iterate(
-                x_BLC,
-                run_blocks,
-                step,
-                conditioning.num_local_video_tokens,
-                embedded_context.embedding.dtype,
-            )
-        x_BSC = self.sequence_shard.gather(
-            self.head(x_BLC, e_BRC, forward_context.timestep_segments), grid
-        )
-        return self._unpatchify(x_BSC[:, :num_video_tokens], grid)
+            num_valid, dtype = conditioning.num_local_video_tokens, embedded_context.embedding.dtype
+            x_BLC = yield from self.step_cache.iterate(x_BLC, run_blocks, step, num_valid, dtype)
+        patches_BLK = self.head(x_BLC, e_BRC, forward_context.timestep_segments)
+        patches_BSK = self.sequence_shard.gather(patches_BLK, grid)
+        return self._unpatchify(patches_BSK[:, : math.prod(grid)], grid)
+
+    def _embed_timesteps(
+        self, t: Tensor, grid: Grid, device: torch.device, conditioning: StreamConditioning
+    ) -> tuple[Tensor, tuple[int, ...]]:
+        """Embeds timesteps: float32 [B,R,C] of the segments, and their global lengths."""
+        num_video_tokens = math.prod(grid)
+        if t.dim() == 2:
+            t = self.sequence_shard.permute(t[:, :num_video_tokens].cpu(), grid)
+        times_BR, lengths = find_timestep_segments(t, num_video_tokens)
+        if conditioning.num_extra_tokens:
+            times_BR = F.pad(times_BR, (0, 1))
+            lengths = (*lengths, conditioning.num_extra_tokens)
+        features = sinusoidal_embedding(times_BR, self.freq_dim).to(device, non_blocking=True)
+        return _run_in_fp32(self.time_embedding, features), lengths
+
+    def _iterate_blocks(
+        self,
+        inputs: BlockInputs,
+        conditioning: StreamConditioning,
+        x_BLC: Tensor,
+        start: int,
+        stop: int | None,
+    ) -> BlockIterator[Tensor]:
+        """Runs blocks start to stop - 1 and the hooks of a subclass; see `IterateBlocks`."""
+        step, reference = inputs.forward_context.step, conditioning.reference
+        if conditioning.before_blocks is not None and start == 0:
+            conditioning.before_blocks(x_BLC)
+        for layer, block in islice(enumerate(self.blocks), start, stop):
+            yield layer
+            if (step and layer in step.skipped_blocks) or (
+                reference and layer not in reference.layers
+            ):
+                _skip_block(block, layer)
+            else:
+                x_BLC = self._run_block(layer, x_BLC, inputs)
+            if layer in conditioning.after_block:
+                x_BLC = conditioning.after_block[layer](x_BLC, inputs)
+        return x_BLC
 
     def _run_block(self, layer: int, x_BLC: Tensor, inputs: BlockInputs) -> Tensor:
         context = inputs.context
