@@ -27,6 +27,7 @@ from transformers import CLIPVisionModel
 from tests.frames import read_frames
 from tests.pipelines import build_cpu_pipeline
 from tests.refusals import check_refusals, get_refusal
+from wan.guidance.guider import combine_linearly
 from wan.kernels.forward_context import StepInfo
 from wan.media import images
 from wan.media.video_writer import (
@@ -38,7 +39,7 @@ from wan.media.video_writer import (
     write_video,
 )
 from wan.modules import clip
-from wan.pipeline.denoise import DenoisingLoop, apply_guidance
+from wan.pipeline.denoise import DenoisingLoop, StepPrediction
 from wan.settings.command import Output
 from wan.settings.errors import InputError, NotFiniteError
 from wan.settings.noise_schedule import make_noise_schedule, select_expert
@@ -176,12 +177,17 @@ def test_official_share_of_the_experts() -> None:
 def test_guidance_formula() -> None:
     """Without guidance the other branch is not computed."""
     results = {"cond": torch.full((2,), 2.0), "uncond": torch.full((2,), 0.5)}
-    for arguments in ({}, {"run_branches": lambda branch: (branch("cond"), branch("uncond"))}):
-        assert apply_guidance(results.get, 4, **arguments).tolist() == [6.5, 6.5]
-        assert apply_guidance({"cond": results["cond"]}.__getitem__, 1, **arguments).tolist() == [
-            2,
-            2,
-        ]
+
+    def network(x: list[torch.Tensor], *_: object, step: StepInfo, **__: object) -> Any:
+        return [results[step.branch]]
+
+    latents, step = torch.zeros(2), StepInfo(0, 1, "cond", "dit", (1, 1, 1), 1)
+    arguments = network, latents, torch.zeros(1), DenoiseInputs(latents, latents, latents), step
+    for run_branches in (None, lambda branch: (branch("cond"), branch("uncond"))):
+        prediction = StepPrediction(*arguments, run_branches)
+        assert prediction.predict_guided_velocity(4, combine_linearly).tolist() == [6.5, 6.5]
+    del results["uncond"]
+    assert prediction.predict_guided_velocity(1, combine_linearly).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(("broken_step", "reported_step"), [(0, 1), (1, 3), (2, 3)])

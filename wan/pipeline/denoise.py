@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wan.cache.policy import Cache
 from wan.checkpoint.lora_folder import VideoLoras
-from wan.guidance.guider import combine_linearly, make_guider, select_skipped_blocks
+from wan.guidance.guider import make_guider, select_skipped_blocks
 from wan.guidance.nag import NormalizedAttention
 from wan.kernels.forward_context import CrossAttentionGuidance, StepInfo
 from wan.pipeline.preview import Preview
@@ -61,13 +61,6 @@ RunBranches = Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]]
 """Calls a function with "cond" and with "uncond", and returns both results."""
 CombineBranches = Callable[[Tensor, Tensor, float], Tensor]
 """combine(cond, uncond, scale): the velocity of a step; see `wan.guidance.guider.Guider`."""
-ComputeVelocities = Callable[[], tuple[Tensor, ...]]
-"""Computes the velocities of cond and, with guidance, of uncond."""
-
-
-def compute_directly(compute: ComputeVelocities) -> tuple[Tensor, ...]:
-    """Computes a step without a cache of velocities."""
-    return compute()
 
 
 def run_both_branches(predict_branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
@@ -154,6 +147,7 @@ class DenoisingLoop:
         Raises:
             NotFiniteError: The latents are NaN or infinite after the first or the last step.
         """
+        step_cache = Cache() if step_cache is None else step_cache
         first_expert, *later_experts = self.remaining_experts[:num_experts]
         remaining_steps = self._noise_schedule.experts[self._num_steps_done :]
         stop = self._num_steps_done + sum(
@@ -175,7 +169,7 @@ class DenoisingLoop:
             for index in range(self._num_steps_done, stop):
                 cancellation_point.check(index, num_steps)
                 name = self._noise_schedule.experts[index]
-                skipped = 0 if step_cache is None else step_cache.count_skipped_steps()
+                skipped = step_cache.count_skipped_steps()
                 postfix = f"{name}, {skipped} skipped" if skipped else name
                 bar.set_postfix_str(postfix, refresh=False)
                 self._step(index, experts.get(name), run_branches, step_cache, cancellation_point)
@@ -201,7 +195,7 @@ class DenoisingLoop:
         index: int,
         model: Denoiser,
         run_branches: RunBranches | None,
-        step_cache: Cache | None,
+        step_cache: Cache,
         cancellation_point: CancellationPoint,
     ) -> None:
         params, inputs = self.params, self._inputs
@@ -230,33 +224,14 @@ class DenoisingLoop:
             self._preview.update(strip_reference_frames(params, clean_latents))
 
     def _predict_guided_velocity(
-        self,
-        index: int,
-        model: Denoiser,
-        run_branches: RunBranches | None,
-        step_cache: Cache | None,
+        self, index: int, model: Denoiser, run_branches: RunBranches | None, step_cache: Cache
     ) -> Tensor:
-        params, inputs, step = self.params, self._inputs, self._make_step_info(index)
-        low_noise_scale, high_noise_scale = params.sample_guide_scale
+        inputs, step = self._inputs, self._make_step_info(index)
         t = inputs.make_model_timesteps(self._timesteps[index])
-        forward_args = model, self.latents, t, inputs, step
-        if run_branches is None:
-            run_branches = run_both_branches
-            if getattr(model, "runs_in_lockstep", lambda _: False)(step.valid_len):
-                run_branches = lambda _: predict_both_velocities(*forward_args)  # noqa: E731
-        guidance_cache = None if step_cache is None else step_cache.get_if_skips("uncond")
-        if guidance_cache is not None:
-            run_branches = partial(guidance_cache, step.index, run_branches)
-        velocity_cache = None if step_cache is None else step_cache.get_if_skips("network")
-        return apply_guidance(
-            partial(predict_velocity, *forward_args),
-            high_noise_scale if step.expert == "high_noise" else low_noise_scale,
-            run_branches,
-            self._guider.combine,
-            compute_directly
-            if velocity_cache is None
-            else partial(velocity_cache, step, self.latents, inputs.num_fixed_frames),
-        )
+        low_noise_scale, high_noise_scale = self.params.sample_guide_scale
+        scale = high_noise_scale if step.expert == "high_noise" else low_noise_scale
+        prediction = StepPrediction(model, self.latents, t, inputs, step, run_branches, step_cache)
+        return prediction.predict_guided_velocity(scale, self._guider.combine)
 
     def _make_step_info(self, index: int) -> StepInfo:
         params, grid, text_guidance = self.params, self.params.grid, None
@@ -386,18 +361,56 @@ def _make_branch_kwargs(inputs: DenoiseInputs, step: StepInfo, branch: str) -> d
     return model_kwargs
 
 
-def apply_guidance(
-    predict_branch: Callable[[str], Tensor],
-    scale: float,
-    run_branches: RunBranches = run_both_branches,
-    combine: CombineBranches = combine_linearly,
-    get_velocities: Callable[[ComputeVelocities], tuple[Tensor, ...]] = compute_directly,
-) -> Tensor:
-    """Returns the guided velocity of a step; at scale 1 only cond is computed.
+@dataclass(frozen=True)
+class StepPrediction:
+    """Predicts the velocities of one step, or takes those of an earlier step.
 
-    get_velocities: Computes the velocities, or takes those of an earlier step.
+    Attributes:
+        model: As the next four, an argument of `predict_velocity`.
+        run_branches: Computes both guidance branches; None: they are computed on this device.
+        step_cache: Reuses results of earlier steps.
     """
-    if scale == 1:
-        return get_velocities(lambda: (predict_branch("cond"),))[0]
-    cond, uncond = get_velocities(lambda: run_branches(predict_branch))
-    return combine(cond, uncond, scale)
+
+    model: Denoiser
+    latents: Tensor
+    t: Tensor
+    inputs: DenoiseInputs
+    step: StepInfo
+    run_branches: RunBranches | None = None
+    step_cache: Cache = field(default_factory=Cache)
+
+    def predict_guided_velocity(self, scale: float, combine: CombineBranches) -> Tensor:
+        """Returns the guided velocity, float32 [Z,f,h,w]; at scale 1 only cond is computed."""
+        compute = self._compute_cond if scale == 1 else self._compute_branches
+        velocity_cache = self.step_cache.get_if_skips("network")
+        if velocity_cache is None:
+            velocities = compute()
+        else:
+            num_fixed_frames = self.inputs.num_fixed_frames
+            velocities = velocity_cache(self.step, self.latents, num_fixed_frames, compute)
+        if scale == 1:
+            return velocities[0]
+        cond, uncond = velocities
+        return combine(cond, uncond, scale)
+
+    def _compute_cond(self) -> tuple[Tensor, ...]:
+        return (self._predict_branch("cond"),)
+
+    def _compute_branches(self) -> tuple[Tensor, ...]:
+        run_branches = self.run_branches or self._run_branches_here
+        guidance_cache = self.step_cache.get_if_skips("uncond")
+        if guidance_cache is None:
+            return run_branches(self._predict_branch)
+        velocities: tuple[Tensor, ...] = guidance_cache(
+            self.step.index, run_branches, self._predict_branch
+        )
+        return velocities
+
+    def _run_branches_here(self, predict_branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+        """Computes both guidance branches on this device, in lockstep if the network can."""
+        if getattr(self.model, "runs_in_lockstep", lambda _: False)(self.step.valid_len):
+            return predict_both_velocities(self.model, self.latents, self.t, self.inputs, self.step)
+        return run_both_branches(predict_branch)
+
+    def _predict_branch(self, branch: str) -> Tensor:
+        return predict_velocity(self.model, self.latents, self.t, self.inputs, self.step, branch)
