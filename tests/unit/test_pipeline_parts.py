@@ -217,8 +217,10 @@ def find_tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from find_tensors(vars(value))
 
 
-@pytest.mark.parametrize("solver", ["unipc", "dpm++", "res_multistep"])
-def test_a_paused_loop_leaves_the_device(solver: str) -> None:
+@pytest.mark.parametrize(
+    ("solver", "last_step"), [("unipc", 2), ("dpm++", 2), ("res_multistep", 2), ("res_2s", 1)]
+)
+def test_a_paused_loop_leaves_the_device(solver: str, last_step: int) -> None:
     """Latents, inputs, and what solver and guidance keep between steps; shared tensors stay so."""
     values = {"prompt": "", "size": (96, 64), "frame_num": 9, "guider": "apg", "sample_steps": 3}
     values |= {"sample_solver": solver, "apg_momentum": 0.5}
@@ -230,7 +232,7 @@ def test_a_paused_loop_leaves_the_device(solver: str) -> None:
     loop = DenoisingLoop(params, replace(inputs, model_kwargs=kwargs))
 
     def network(x: list[torch.Tensor], *_: object, step: StepInfo, **__: object) -> Any:
-        if step.index == 2:
+        if step.index == last_step:
             raise InterruptedError
         return [x[0] * (0.1 if step.branch == "cond" else 0.2)]
 

@@ -8,6 +8,7 @@ from wan.guidance.guider import Guider
 from wan.tasks.base import VideoParams
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _ETA, _MOMENTUM, _THRESHOLD = 0.0, 0.0, 0.0  # the paper's momentum of -0.5 harms with few steps
@@ -27,6 +28,10 @@ class AdaptiveProjected(Guider):
             for value, default in zip(values, (_ETA, _MOMENTUM, _THRESHOLD), strict=True)
         )
         self._update: Tensor | None = None
+
+    def to(self, device: torch.device) -> None:
+        if self._update is not None:
+            self._update = self._update.to(device)
 
     def combine(self, cond_Zfhw: Tensor, uncond_Zfhw: Tensor, scale: float) -> Tensor:
         import torch

@@ -15,14 +15,12 @@ from wan.settings.guidance import GUIDERS
 from wan.tasks.base import VideoParams
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
 class Guider(ABC):
-    """Combines the velocities of both guidance branches in the steps of one video or clip.
-
-    Tensors of the latents' shape in its attributes are moved while the video is paused.
-    """
+    """Combines the velocities of both guidance branches in the steps of one video or clip."""
 
     def __init__(self, params: VideoParams) -> None:
         self.params = params
@@ -31,6 +29,9 @@ class Guider(ABC):
     def num_zero_steps(self) -> int:
         """Number of first forward passes that are left out, as their velocity is 0."""
         return 0
+
+    def to(self, device: torch.device) -> None:  # noqa: B027
+        """Moves the tensors that are kept between steps; the base class keeps none."""
 
     @abstractmethod
     def combine(self, cond_Zfhw: Tensor, uncond_Zfhw: Tensor, scale: float) -> Tensor:

@@ -255,32 +255,15 @@ class DenoisingLoop:
         self.to(torch.device("cpu"))
 
     def to(self, device: torch.device) -> None:
-        """Moves latents, inputs and the solver's tensors of the latents' shape to a device."""
-        if self.latents.device == device:
-            return
-        shape = self.latents.shape
-
-        def move_if_latents(value: Any) -> Any:
-            if isinstance(value, list):
-                return [move_if_latents(item) for item in value]
-            is_latents = isinstance(value, Tensor) and value.shape == shape
-            return value.to(device) if is_latents else value
-
-        for state in (self._solver, self._guider):
-            vars(state).update({n: move_if_latents(value) for n, value in vars(state).items()})
-        input_names = ("context", "negative_context", "y", "clip_fea")
-        inputs = {name: getattr(self._inputs, name) for name in input_names}
-        self.latents = self.latents.to(device)
-        moved_inputs = {name: x.to(device) for name, x in inputs.items() if x is not None}
-        move_tensor = cache(lambda x: x.to(device))  # tensors of both branches are moved once
-        model_kwargs = {
-            branch: {
-                name: [*map(move_tensor, value)] if _is_tensor_list(value) else value
-                for name, value in kwargs.items()
-            }
-            for branch, kwargs in self._inputs.model_kwargs.items()
-        }
-        self._inputs = replace(self._inputs, **moved_inputs, model_kwargs=model_kwargs)
+        """Moves the latents, the inputs, and what solver and guider keep between steps."""
+        if self.latents.device != device:
+            move_tensor = cache(lambda x: x.to(device))  # tensors of both branches are moved once
+            self.latents = self.latents.to(device)
+            self._inputs = replace(
+                self._inputs, **_apply_to_tensors(vars(self._inputs), move_tensor)
+            )
+            self._solver.to(device)
+            self._guider.to(device)
 
 
 def compute_model_kwargs(
@@ -292,6 +275,15 @@ def compute_model_kwargs(
         branch: {name: compute(x) if callable(x) else x for name, x in kwargs.items()}
         for branch, kwargs in model_kwargs.items()
     }
+
+
+def _apply_to_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Applies a function to the tensors in dictionaries and lists; other values are kept."""
+    if isinstance(value, Mapping):
+        return {name: _apply_to_tensors(item, function) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_apply_to_tensors(item, function) for item in value]
+    return function(value) if isinstance(value, Tensor) else value
 
 
 def _is_tensor_list(value: object) -> bool:

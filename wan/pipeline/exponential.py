@@ -24,6 +24,7 @@ def compute_weights(h: float, c: float) -> tuple[float, float]:
 class ExponentialMultistep(SigmaSolver):
     """Takes D2 from the previous step; the first step is Euler's (`res_multistep`)."""
 
+    kept_names = ("_previous",)
     _previous: Tensor | None = None
 
     def advance(self, x: Tensor, clean: Tensor, sigma: float, next_sigma: float) -> Tensor:
@@ -39,6 +40,7 @@ class ExponentialMultistep(SigmaSolver):
 class ExponentialMidpoint(SigmaSolver):
     """Computes D2 by a second forward pass, in the middle of a step (`res_2s`)."""
 
+    kept_names = ("_x", "_clean")
     _x: Tensor | None = None
     _clean: Tensor | None = None
 

@@ -23,6 +23,7 @@ def compute_lambda(sigma: Tensor) -> Tensor:
 class UniPC(SigmaSolver):
     """UniPC of order 2 with B(h) = exp(h) - 1: predicts a step, and corrects it in the next one."""
 
+    kept_names = ("_x", "_clean", "_previous_clean")
     _x: Tensor | None = None
     _clean: Tensor | None = None
     _previous_clean: Tensor | None = None
@@ -80,6 +81,7 @@ class UniPC(SigmaSolver):
 class DpmSolver(SigmaSolver):
     """DPM-Solver++ of order 2 with the midpoint rule."""
 
+    kept_names = ("_previous_clean",)
     _previous_clean: Tensor | None = None
 
     def advance(self, x: Tensor, clean: Tensor, sigma: float, next_sigma: float) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pkgutil import resolve_name
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,16 +20,27 @@ from wan.tasks.base import SampleNoise, VideoParams
 
 
 class Stepper(ABC):
-    """Base class of the solvers; its attributes may hold earlier latents.
+    """Base class of the solvers.
 
     Args:
         sigmas: The sigmas of a `NoiseSchedule`.
         sample_noise: Samples new noise; only needed by stochastic solvers.
+
+    Attributes:
+        kept_names: The attributes that keep latents, or None, between steps.
     """
+
+    kept_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, sigmas: tuple[float, ...], sample_noise: SampleNoise | None = None) -> None:
         self._sigmas, self._sample_noise, self._index = sigmas, sample_noise, 0
         self._coefficients = torch.tensor(sigmas, dtype=torch.float32)
+
+    def to(self, device: torch.device) -> None:
+        """Moves the latents that are kept between steps."""
+        for name in self.kept_names:
+            latents = getattr(self, name)
+            setattr(self, name, None if latents is None else latents.to(device))
 
     @abstractmethod
     def step(self, x: Tensor, velocity: Tensor) -> Tensor:
