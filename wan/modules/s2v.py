@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ from wan.modules.model import (
     extract_patches,
     split_samples,
 )
-from wan.modules.rope import GridPositions, RopeTable, compute_rope_angles, tabulate_rope_angles
+from wan.modules.rope import GridPositions, compute_rope_angles, tabulate_rope_angles
 from wan.modules.text_kv_cache import InputCache
 from wan.settings.attention_modes import Grid
 from wan.settings.sound import (
@@ -123,7 +123,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         )
         self.ops = components.ops
         is_cached = components.text_kv_cache
-        self._reference_cache = InputCache[_ReferenceTokens](1) if is_cached else None
+        self._reference_cache = InputCache[StreamConditioning](1) if is_cached else None
         self._audio_cache = InputCache[_AudioTokens](2) if is_cached else None
 
     def forward(  # type: ignore[override]
@@ -191,7 +191,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
 
     def _make_conditioning(
         self,
-        reference: _ReferenceTokens,
+        reference: StreamConditioning,
         audio_tokens: _AudioTokens,
         pose: Tensor | None,
         grid: Grid,
@@ -216,13 +216,9 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
                 x_BLC, layer, audio_tokens, frames, tokens_per_frame
             )
 
-        return StreamConditioning(
-            rope=reference.rope,
-            token_offset=reference.token_offset,
-            num_local_video_tokens=reference.num_local_video_tokens,
+        return replace(
+            reference,
             video_embedding=pose_embedding + self._token_type_embedding("video"),
-            num_extra_tokens=reference.num_extra_tokens,
-            extra_tokens=reference.extra_tokens,
             after_block={layer: make_hook(layer) for layer in self.injected},
         )
 
@@ -263,7 +259,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
 
     def _get_reference_tokens(
         self, ref: Tensor, motion: Tensor | None, grid: Grid
-    ) -> _ReferenceTokens:
+    ) -> StreamConditioning:
         """Returns the reference and motion tokens, computed once per clip if caching is on."""
         compute = partial(self._compute_reference_tokens, ref, motion, grid)
         if self._reference_cache is None or torch.is_grad_enabled():
@@ -274,7 +270,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
 
     def _compute_reference_tokens(
         self, ref: Tensor, motion: Tensor | None, grid: Grid
-    ) -> _ReferenceTokens:
+    ) -> StreamConditioning:
         _, rows, columns = grid
         tokens = embed_patches(self.patch_embedding, extract_patches(ref[None], self.patch_size))
         token_groups = [tokens + self._token_type_embedding("reference")]
@@ -307,7 +303,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         num_valid = self.sequence_shard.count_valid_tokens(num_video + num_extra_tokens)
         num_local = self.sequence_shard.get_local_segment_lengths((num_video, num_extra_tokens))[0]
         cos, sin = (self.sequence_shard.shard(x[None], grid)[0].to(device) for x in (cos, sin))
-        return _ReferenceTokens(
+        return StreamConditioning(
             rope=(cos, sin),
             token_offset=offset,
             num_local_video_tokens=num_local,
@@ -356,17 +352,6 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         for cache in (self._reference_cache, self._audio_cache):
             if cache is not None:
                 cache.clear()
-
-
-@dataclass(frozen=True)
-class _ReferenceTokens:
-    """This rank's reference and motion tokens, and its RoPE table; see `StreamConditioning`."""
-
-    rope: RopeTable
-    token_offset: int
-    num_local_video_tokens: int
-    num_extra_tokens: int
-    extra_tokens: Tensor
 
 
 @dataclass

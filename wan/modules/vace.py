@@ -30,7 +30,6 @@ from wan.modules.model import (
     extract_patches,
 )
 from wan.modules.text_kv_cache import ContextKV
-from wan.settings.attention_modes import Grid
 from wan.settings.presets import VACE_CONTEXT_CHANNELS
 from wan.utils import trace
 
@@ -110,15 +109,14 @@ class VaceWanModel(WanModel):
         scales = self._expand_scale(vace_context_scale)
         for sample, control in zip(x, vace_context, strict=True):
             check_shapes(sample, {"vace_context": (control, (channels, *sample.shape[1:]))})
-
-        def make_conditioning(*samples: int) -> StreamConditioning:
-            control_BCFHW = torch.stack([vace_context[i] for i in samples])
-            return self._make_conditioning(
-                control_BCFHW, scales, self.token_grid(control_BCFHW.shape[2:])
-            )
-
         return self._run_samples(
-            x, t.expand(len(x)), context, None, step, make_conditioning, can_be_batch=True
+            x,
+            t.expand(len(x)),
+            context,
+            None,
+            step,
+            lambda *samples: self._make_conditioning([vace_context[i] for i in samples], scales),
+            can_be_batch=True,
         )
 
     @property
@@ -129,8 +127,10 @@ class VaceWanModel(WanModel):
         return (self.vace_blocks[self.injected[layer]],) if layer in self.injected else ()
 
     def _make_conditioning(
-        self, control_BCFHW: Tensor, scales: Sequence[float], grid: Grid
+        self, controls: list[Tensor], scales: Sequence[float]
     ) -> StreamConditioning:
+        control_BCFHW = torch.stack(controls)
+        grid = self.token_grid(control_BCFHW.shape[2:])
         streams = dict[str, Tensor]()
 
         def save_video_stream(x_BLC: Tensor) -> None:

@@ -286,10 +286,6 @@ def _apply_to_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return function(value) if isinstance(value, Tensor) else value
 
 
-def _is_tensor_list(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, Tensor) for item in value)
-
-
 def strip_reference_frames(params: VideoParams, latents_Zfhw: Tensor) -> Tensor:
     """Removes the latent frames of VACE's reference images, which precede the video's."""
     if not params.num_reference_images:
@@ -334,7 +330,8 @@ def merge_branch_kwargs(
     def merge(name: str, value: Any) -> Any:
         if name != "clip_fea" and isinstance(value, Tensor | StepInfo):  # samples share clip_fea
             return [value, uncond_kwargs[name]]
-        return [*value, *uncond_kwargs[name]] if _is_tensor_list(value) else value
+        is_tensor_list = isinstance(value, list) and all(isinstance(x, Tensor) for x in value)
+        return [*value, *uncond_kwargs[name]] if is_tensor_list else value
 
     return {name: merge(name, value) for name, value in cond_kwargs.items()}
 
