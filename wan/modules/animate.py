@@ -176,8 +176,7 @@ class WanAnimateModel(WanModel):
                 x_BLC, layer, face_features, frames, tokens_per_frame
             )
 
-        layers = range(0, self.num_layers, FACE_BLOCK_INTERVAL)
-        hooks = {layer: make_hook(layer) for layer in layers}
+        hooks = {i: make_hook(i) for i in range(0, self.num_layers, FACE_BLOCK_INTERVAL)}
         return replace(stream, video_embedding=pose_embedding, after_block=hooks)
 
     def _attend_to_face(

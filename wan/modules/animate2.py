@@ -133,14 +133,11 @@ class WanAnimate2Model(WanModel):
         self._check_inputs(x, t, context, seq_len, y, clip_fea)
         layers = [layer for layer in range(self.num_layers) if layer not in skip_blocks]
         reference_pass = ReferencePass(reference_kv, log_scale, layers)
-        return self._run_samples(
-            x,
-            t.expand(len(x)),
-            context,
-            clip_fea,
-            step,
-            lambda i: self._make_conditioning(x[i], reference_pass),
-        )
+
+        def make_conditioning(i: int) -> StreamConditioning:
+            return self._make_conditioning(x[i], reference_pass)
+
+        return self._run_samples(x, t.expand(len(x)), context, clip_fea, step, make_conditioning)
 
     def runs_in_lockstep(self, num_tokens: int) -> bool:
         """Never: the guidance branches may leave out different blocks."""

@@ -93,6 +93,11 @@ class StreamConditioning:
     before_blocks: Callable[[Tensor], None] | None = None
     reference: ReferencePass | None = None
 
+    @property
+    def local_video_tokens(self) -> slice:
+        """This rank's video tokens in the global sequence."""
+        return slice(self.token_offset, self.token_offset + self.num_local_video_tokens)
+
 
 class WanModel(nn.Module):
     """Predicts the flow velocity of noisy video latents.
@@ -263,16 +268,14 @@ class WanModel(nn.Module):
             velocities = [run_to_end(iterator) for iterator in iterators]
         return [velocity for batch in velocities for velocity in batch.unbind(0)]
 
-    def _make_stream(
-        self, grid: Grid, device: torch.device, **additions: Any
-    ) -> StreamConditioning:
-        """Makes the conditioning of a stream of video tokens, with a subclass's additions."""
+    def _make_stream(self, grid: Grid, device: torch.device, **fields: Any) -> StreamConditioning:
+        """Makes the conditioning of a stream of video tokens, with a subclass's fields."""
         shard, num_tokens = self.sequence_shard, math.prod(grid)
         return StreamConditioning(
             self.rope.get(grid, device, shard.shard),
             shard.get_local_offset(num_tokens),
             shard.count_valid_tokens(num_tokens),
-            **additions,
+            **fields,
         )
 
     def _iterate_forward(
@@ -390,11 +393,7 @@ class WanModel(nn.Module):
         patches_BSK = extract_patches(x_BCFHW, self.patch_size)
         if conditioning.video_embedding is None and not conditioning.num_extra_tokens:
             return embed_patches(self.patch_embedding, self.sequence_shard.shard(patches_BSK, grid))
-        local_patches_BNK = patches_BSK[
-            :,
-            conditioning.token_offset : conditioning.token_offset
-            + conditioning.num_local_video_tokens,
-        ]
+        local_patches_BNK = patches_BSK[:, conditioning.local_video_tokens]
         embeddings = [embed_patches(self.patch_embedding, local_patches_BNK)]
         if conditioning.video_embedding is not None:
             embeddings[0] = embeddings[0] + conditioning.video_embedding

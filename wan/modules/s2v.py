@@ -202,11 +202,9 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             pose_embedding = bias.float().expand(1, 1, -1)
         else:
             patches_BSK = extract_patches(pose[None], self.patch_size)
-            local_patches_BNK = patches_BSK[
-                :,
-                reference.token_offset : reference.token_offset + reference.num_local_video_tokens,
-            ]
-            pose_embedding = embed_patches(self.cond_encoder, local_patches_BNK)
+            pose_embedding = embed_patches(
+                self.cond_encoder, patches_BSK[:, reference.local_video_tokens]
+            )
         frames, tokens_per_frame = find_local_frames(
             reference.token_offset, reference.num_local_video_tokens, math.prod(grid[1:])
         )

@@ -109,14 +109,12 @@ class VaceWanModel(WanModel):
         scales = self._expand_scale(vace_context_scale)
         for sample, control in zip(x, vace_context, strict=True):
             check_shapes(sample, {"vace_context": (control, (channels, *sample.shape[1:]))})
+
+        def make_conditioning(*samples: int) -> StreamConditioning:
+            return self._make_conditioning([vace_context[i] for i in samples], scales)
+
         return self._run_samples(
-            x,
-            t.expand(len(x)),
-            context,
-            None,
-            step,
-            lambda *samples: self._make_conditioning([vace_context[i] for i in samples], scales),
-            can_be_batch=True,
+            x, t.expand(len(x)), context, None, step, make_conditioning, can_be_batch=True
         )
 
     @property

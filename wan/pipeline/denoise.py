@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any, Protocol
 
@@ -388,12 +388,9 @@ class StepPrediction:
     def _compute_branches(self) -> tuple[Tensor, ...]:
         run_branches = self.run_branches or self._run_branches_here
         guidance_cache = self.step_cache.get_if_skips("uncond")
-        if guidance_cache is None:
-            return run_branches(self._predict_branch)
-        velocities: tuple[Tensor, ...] = guidance_cache(
-            self.step.index, run_branches, self._predict_branch
-        )
-        return velocities
+        if guidance_cache is not None:
+            run_branches = partial(guidance_cache, self.step.index, run_branches)
+        return run_branches(self._predict_branch)
 
     def _run_branches_here(self, predict_branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
         """Computes both guidance branches on this device, in lockstep if the network can."""

@@ -25,12 +25,9 @@ class Stepper(ABC):
     Args:
         sigmas: The sigmas of a `NoiseSchedule`.
         sample_noise: Samples new noise; only needed by stochastic solvers.
-
-    Attributes:
-        kept_names: The attributes that keep latents, or None, between steps.
     """
 
-    kept_names: ClassVar[tuple[str, ...]] = ()
+    kept_names: ClassVar[tuple[str, ...]] = ()  # attributes that keep latents, or None
 
     def __init__(self, sigmas: tuple[float, ...], sample_noise: SampleNoise | None = None) -> None:
         self._sigmas, self._sample_noise, self._index = sigmas, sample_noise, 0
