@@ -535,3 +535,15 @@ def test_the_record_and_the_video_hold_the_command(tiny, tmp_path: Path, monkeyp
         re.sub(r"\\([=;#\\\n])", r"\1", comment)
     )  # undo the escapes of ffmpeg
     assert (comment_record["prompt"], comment_record["seed"]) == (prompt, record["seed"])
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_latents(tiny, tmp_path: Path) -> None:
+    """--compile with the default compiler, both experts, offload and the text cache."""
+    args = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--sample_steps", "4", "--save_latents"]
+    for name, flags in (("eager", []), ("compiled", ["--compile"])):
+        run_generate(*args, *flags, "--save_file", tmp_path / f"{name}.mp4")
+    eager, compiled = (
+        load_saved_latents(tmp_path / f"{name}.mp4") for name in ("eager", "compiled")
+    )
+    torch.testing.assert_close(eager, compiled, atol=1e-4, rtol=0)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Refusals, Tiny
-from tests.dist import torchrun
+from tests.dist import GENERATE, torchrun
 from tests.tasks.tasks import TASKS
 from wan.cli import main as generate
 
@@ -125,3 +127,19 @@ def test_under_torchrun_one_rank_prints(tmp_path: Path) -> None:
         refused = torchrun(2, *REAL, *flags.split(), XDG_CACHE_HOME=str(tmp_path))
         assert refused.returncode != 0 and refused.stderr.count(f"generate.py: {begin}") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    """As with `| head -1`: no traceback, also not at the exit of the interpreter."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as output:
+        result = subprocess.run(
+            [sys.executable, GENERATE, *REAL, *EIGHT],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            cwd=tmp_path,
+        )
+    assert (result.returncode, result.stderr) == (0, b"")
