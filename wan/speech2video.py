@@ -71,7 +71,7 @@ class WanS2V(Generator):
             output_type: "latent": the latents of all clips, concatenated.
         """
 
-    def check_arguments(self, call: Arguments) -> None:
+    def _check_arguments(self, call: Arguments) -> None:
         for name in ("enable_tts", "tts_prompt_audio", "tts_prompt_text", "tts_text"):
             if call.get(name):
                 why = "is not available: there is no speech synthesis here"

@@ -57,7 +57,7 @@ class Arguments:
         """
         arguments = {self._get_flag_name(name): name for name in self.defaults}
         user_arguments = {**self.shared, **self.call}
-        for name in user_arguments.keys() - self.defaults.keys():
+        for name in (name for name in user_arguments if name not in self.defaults):
             if not is_python_setting(name, "video"):
                 raise make_keyword_error(name, "video")
             if name in arguments:
@@ -67,7 +67,7 @@ class Arguments:
         layers = (
             self._read(self.call, "the call"),
             self._read(self.shared, "generate_many"),
-            # None replaces a default, too.
+            # An argument that is None replaces its default, too.
             signature.drop([*replaceable, *map(self._get_flag_name, user_arguments)]),
         )
         return layers, replace(signature.select(replaceable), kind="default")

@@ -42,7 +42,7 @@ def execute_run(
     Args:
         read_flags: Returns the user's settings. If one rank refuses them, no rank starts.
         execute: Executes the run, with the parallel groups or None.
-        require_inputs: As for `wan.app.resolve.resolve_run`.
+        require_inputs: As for `wan.app.resolve.ResolveContext`.
         program: The name before an error of the ranks.
     """
     if env.world_size() > 1:

@@ -276,7 +276,7 @@ class Generator:
             raise InputError(f"A call does not fit generate: {error}.") from error
         return bind_arguments(self.generate, arguments, shared, self.flag_names)
 
-    def check_arguments(self, call: Arguments) -> None:
+    def _check_arguments(self, call: Arguments) -> None:
         """Refuses arguments of this class without a meaning here."""
 
     def _generate_videos(
@@ -381,7 +381,7 @@ class Generator:
 
     def _make_video_call(self, call: Arguments, setup: Setup) -> VideoCall:
         """Checks the arguments of a call, and reads its images, audio and other inputs."""
-        self.check_arguments(call)
+        self._check_arguments(call)
         embeds, negative_embeds = (
             _check_prompt_embeds(name, call.get(name)) for name in _EMBEDDING_KEYWORDS
         )

@@ -6,7 +6,7 @@ All settings are checked here, before torch is imported and before any weight is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -85,13 +85,9 @@ MakeDemo = Callable[[str, Path], None]
 """make_demo(task, folder) writes a randomly initialized checkpoint."""
 
 
-def _run(make: Callable[[], None]) -> None:
-    make()
-
-
 @dataclass(frozen=True)
 class ResolveContext:
-    """How runs are resolved, whatever their settings.
+    """How runs are resolved, for all settings.
 
     Attributes:
         plan: Only plan the run: its ranks need not exist, nothing is written, and without a
@@ -103,7 +99,7 @@ class ResolveContext:
 
     plan: bool = False
     require_inputs: bool = True
-    make_demo: MakeDemo = field(default_factory=lambda: partial(make_random_checkpoint, _run))
+    make_demo: MakeDemo = lambda task, folder: make_random_checkpoint(_make_here, task, folder)
     inspect_folder: InspectFolder = inspect_checkpoint
 
 
@@ -204,7 +200,7 @@ class Weights:
 def resolve_run(settings: Settings, context: ResolveContext) -> Run:
     """Resolves merged settings to a run, in stages, and checks them.
 
-    What the settings leave out comes from the checkpoint's generation_config.json and the task's
+    Settings that no layer sets come from the checkpoint's generation_config.json and the task's
     preset.
 
     Raises:
@@ -515,6 +511,11 @@ def _list_input_files(values: Values, inputs: Inputs) -> tuple[InputFile, ...]:
             paths = [*inputs.files]
         input_files += [InputFile(name, path, compute_file_digest(path)) for path in paths]
     return tuple(input_files)
+
+
+def _make_here(make: Callable[[], None]) -> None:
+    """Calls a function on the only rank."""
+    make()
 
 
 def make_random_checkpoint(run_once: RunOncePerNode, task: str, folder: Path) -> None:

@@ -1,9 +1,9 @@
-"""Layers of settings, and how they are merged: which one wins, and what it replaces below it.
+"""Layers of settings, and how they are merged: which one wins, and which settings it replaces.
 
 Each source of settings is a layer: the command line, a line of a prompt file, a request, keywords,
 a record, variables, a recipe, a checkpoint, the signature of `generate`. A front end reads its
-layers and merges them, the highest first (`docs/cli.md` lists them); it has no rule of its own.
-What no layer sets has the default of the task's preset, or of the option.
+layers and merges them, the highest first (`docs/cli.md` lists them); this module has all rules.
+A setting that no layer sets has the default of the task's preset, or of the option.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from wan.settings.values import Reader, switch
 
 @dataclass(frozen=True)
 class Layer:
-    """What one source says, read and checked by itself; `read_layer` reads it.
+    """The settings of one source, read and checked by themselves; `read_layer` reads them.
 
     Attributes:
         source: Name of the source: "the command line", "line 3", "record.json".
@@ -51,7 +51,8 @@ class Layer:
 
     def drop(self, names: Iterable[str]) -> Layer:
         """Returns the layer without these settings."""
-        return self.select([name for name in self.values if name not in {*names}])
+        dropped = {*names}
+        return self.select([name for name in self.values if name not in dropped])
 
     def add(self, values: Mapping[str, Any]) -> Layer:
         """Returns the layer with further, or other, checked values."""
