@@ -35,6 +35,7 @@ from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora import resolve_loras
 from wan.checkpoint.merge_lora import merge_loras
+from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.testing.random_checkpoint import make_checkpoint
 
@@ -115,7 +116,7 @@ class Bench:
     def compare(self, library: str, kind: str, file: Path, merge: Callable[[], Any]) -> Row:
         """Merges a file as `--lora` does, and compares all weights with the library's."""
         try:
-            loras = resolve_loras({"lora": (str(file),)}, self.checkpoint)["dit"]
+            loras = resolve_loras(Loras((str(file),)), self.checkpoint)["dit"]
         except InputError as refusal:
             return Row(library, kind, None, str(refusal).replace(f"{file} ", ""))
         sources = merge_loras(open_sources(self.checkpoint.experts["dit"].tensors), loras)

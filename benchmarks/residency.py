@@ -51,6 +51,7 @@ from wan.checkpoint.merge_lora import merge_loras
 from wan.modules import t5 as text
 from wan.modules.model import WanModel
 from wan.modules.vae import video_vae
+from wan.settings.command import Loras
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer, real
 from wan.testing.random_checkpoint import train_tokenizer, write_tokenizer
@@ -219,7 +220,7 @@ def time_lora_merge(folder: Path, out: Path, rank: int) -> dict[str, float]:
             pairs[f"{layer}.lora_A.weight"] = torch.randn(rank, columns).bfloat16()
             pairs[f"{layer}.lora_B.weight"] = torch.randn(rows, rank).bfloat16()
     save_file(pairs, out / "lora.safetensors")
-    loras = lora.resolve_loras({"lora": (str(out / "lora.safetensors"),)}, checkpoint)
+    loras = lora.resolve_loras(Loras((str(out / "lora.safetensors"),)), checkpoint)
     plain = {key: source for key, source in open_sources(linears).items() if len(source.shape) == 2}
     with_lora = {key: merge_loras(plain, loras[name])[key] for key in plain}
     seconds = {}

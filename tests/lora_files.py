@@ -19,6 +19,7 @@ from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora import resolve_loras
 from wan.checkpoint.merge_lora import merge_loras
+from wan.settings.command import Loras
 
 Q = "blocks.0.self_attn.q"
 A, B = torch.ones(2, 96), torch.ones(96, 2)
@@ -62,7 +63,7 @@ def make_pair(
 
 def merge_file(path: Path, checkpoint: Checkpoint, strength: float = 1.0) -> dict[str, Tensor]:
     """Returns the merged weights of a dense network that a file changes."""
-    loras = resolve_loras({"lora": (f"{path}={strength}",)}, checkpoint)["dit"]
+    loras = resolve_loras(Loras((f"{path}={strength}",)), checkpoint)["dit"]
     sources = merge_loras(open_sources(checkpoint.experts["dit"].tensors), loras)
     return {name: sources[name].read(slice(None)) for lora in loras for name in lora.deltas}
 

@@ -19,6 +19,7 @@ from wan.pipeline.pipeline import Pipeline
 from wan.settings.errors import COMMAND_LINE_NAMING
 from wan.settings.layers import Layer, read_layer
 from wan.settings.presets import PRESETS
+from wan.settings.run_options import read_run_options
 
 QUICK = ["--size", "64*64", "--frame_num", "5", "--base_seed", "7", "--device", "cpu"]
 
@@ -26,7 +27,9 @@ QUICK = ["--size", "64*64", "--frame_num", "5", "--base_seed", "7", "--device", 
 def build_cpu_pipeline(task: str, folder: Path, **values: Any) -> Pipeline:
     """Builds a checkpoint's pipeline on one CPU process. values: Settings by flag name."""
     checkpoint = inspect_checkpoint(folder)
-    setup, _ = make_setup({**values, "device": "cpu"}, PRESETS[task], checkpoint, world_size=1)
+    setup, _ = make_setup(
+        read_run_options({**values, "device": "cpu"}), PRESETS[task], checkpoint, world_size=1
+    )
     return build.build_pipeline(setup, select_device("cpu"))
 
 

@@ -92,7 +92,7 @@ def quantize_checkpoint(ckpt_dir: Path, out: Path, *, fa: str | None = None, **l
 def _read_loras(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
     """Reads each network's LoRAs; refuses a LoRA that changes weights outside the export."""
     layer = read_layer(settings, "the command line", COMMAND_LINE_NAMING)
-    loras = lora.resolve_loras(layer.values, checkpoint)
+    loras = lora.resolve_loras(Loras(**layer.values), checkpoint)
     for network_lora in (
         network_lora for network_loras in loras.values() for network_lora in network_loras
     ):

@@ -32,6 +32,7 @@ from wan.modules.vae.video_vae import FrameCollector, read_vae_spec
 from wan.pipeline import memory_estimate
 from wan.pipeline.vae_runner import VaeRunner
 from wan.settings.presets import PRESETS
+from wan.settings.run_options import read_run_options
 
 pytestmark = pytest.mark.dist
 CPU = torch.device("cpu")
@@ -258,7 +259,9 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
         return encoding, len(agreements) - encoding
 
     for is_shared, frames in product((True, False), (1, 2, 3)):
-        setup = make_setup({"vae_parallel": is_shared}, preset, checkpoint, world_size=2)[0]
+        setup = make_setup(
+            read_run_options({"vae_parallel": is_shared}), preset, checkpoint, world_size=2
+        )[0]
         counts = []
         for rank in (0, 1):
 
@@ -287,9 +290,12 @@ def test_a_rank_needs_memory_for_its_own_rows(
 ) -> None:
     """Each of two ranks needs memory for half of the rows; other errors end the run."""
     monkeypatch.setattr("wan.modules.vae.sharded.dist.all_reduce", lambda *_, **__: None)
-    setup = make_setup({}, PRESETS["t2v-1.3B"], inspect_checkpoint(tiny("t2v-1.3B")), world_size=2)[
-        0
-    ]
+    setup = make_setup(
+        read_run_options({}),
+        PRESETS["t2v-1.3B"],
+        inspect_checkpoint(tiny("t2v-1.3B")),
+        world_size=2,
+    )[0]
     needed_bytes = memory_estimate.estimate_vae_activations(setup, "decode", (3, 32, 16))
     device: Any = SimpleNamespace(free_memory=lambda: free * needed_bytes, empty_cache=lambda: None)
 

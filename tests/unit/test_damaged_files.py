@@ -34,6 +34,7 @@ from wan.media.audio import Audio
 from wan.modules.audio_encoder import check_audio_encoder, extract_audio_features
 from wan.modules.t5 import choose_text_encoder_dtypes, load_tokenizer, read_text_encoder_spec
 from wan.modules.vae.video_vae import read_vae_spec
+from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.tasks.base import build_dit
 from wan.testing.random_checkpoint import AUDIO_DIM, make_checkpoint
@@ -131,7 +132,7 @@ def load_dits(folder: Path) -> None:
 
 def load_lora(file: Path, folder: Path) -> None:
     checkpoint = inspect_checkpoint(folder)
-    loras = resolve_loras({"lora": (str(file),)}, checkpoint)["dit"]
+    loras = resolve_loras(Loras(lora=(str(file),)), checkpoint)["dit"]
     tensors = checkpoint.experts["dit"].tensors
     sources = merge_loras(open_sources(tensors), loras)
     for name in {name for adapter in loras for name in adapter.deltas}:

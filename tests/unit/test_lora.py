@@ -22,6 +22,7 @@ from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora import LoraFile, parse_lora_file
 from wan.checkpoint.merge_lora import merge_loras, open_lora_sources
+from wan.settings.command import Loras
 from wan.settings.errors import FileChangedError, InputError
 
 LAYERS = ("blocks.0.self_attn.q", "blocks.1.self_attn.o", "blocks.0.cross_attn.v", "blocks.1.ffn.0")
@@ -152,7 +153,7 @@ def test_two_experts_of_one_file_and_of_several(
         save_file(high | {key: x.clone() for key, x in low.items()}, both)  # whatever its name
         save_file(high, one)
         values = {"lora": (str(both),), "lora_high_noise": (f"{one}=-2",)}
-        loras = lora.resolve_loras(values, pair_of_experts)
+        loras = lora.resolve_loras(Loras(**values), pair_of_experts)
         for expert, factor in {"high_noise": -1.0, "low_noise": 4.0}.items():
             weight, changed = (
                 sources[f"{Q}.weight"].read(slice(None)).double()
@@ -161,7 +162,7 @@ def test_two_experts_of_one_file_and_of_several(
             exact = weight + factor * up.double() @ down.double()
             torch.testing.assert_close(changed, exact, **ROUNDED)
     with pytest.raises(InputError, match="both experts' tensors"):
-        lora.resolve_loras({"lora_high_noise": (str(both),)}, pair_of_experts)
+        lora.resolve_loras(Loras(lora_high_noise=(str(both),)), pair_of_experts)
 
 
 Styles = Callable[..., dict[str, list[str]]]
@@ -181,7 +182,9 @@ def styles(pair_of_experts: Checkpoint, tmp_path: Path) -> Styles:
 
     def resolve_files(*names: str, task: str = "t2v", **flags: str) -> dict[str, list[str]]:
         values: dict[str, Any] = {flag: (make(name),) for flag, name in flags.items()}
-        loras = lora.resolve_loras(values | {"lora": tuple(map(make, names))}, pair_of_experts)
+        loras = lora.resolve_loras(
+            Loras(**values | {"lora": tuple(map(make, names))}), pair_of_experts
+        )
         files = {
             expert: [str(x.path.relative_to(tmp_path).with_suffix("")) for x in adapters]
             for expert, adapters in loras.items()
@@ -261,7 +264,7 @@ def test_a_file_that_changes_after_the_check(dense: Checkpoint, tmp_path: Path) 
     for use, mapped_before in product((merge_loras, open_lora_sources), (True, False)):
         path.unlink(missing_ok=True)
         save_file(PAIR, path)
-        adapters = lora.resolve_loras({"lora": (str(path),)}, dense)["dit"]
+        adapters = lora.resolve_loras(Loras(lora=(str(path),)), dense)["dit"]
         mapped_source = source(use, adapters) if mapped_before else None
         os.truncate(path, 300)
         with pytest.raises(FileChangedError, match=r"x\.safetensors"):
@@ -372,18 +375,17 @@ def test_bad_paths(dense: Checkpoint, tmp_path: Path) -> None:
         (tmp_path / name).write_text("<html>not found</html>")
     folder, text = tmp_path / "FOLDER", f"{tmp_path}/TEXT.safetensors"
     folder.mkdir()
-    quantised = {"lora": (f"{tmp_path}/X",), "quant_dit_path": tmp_path / "Y"}
-    table: dict[str, dict[str, Any]] = {
-        "no file": {"lora": ("/nowhere/x.safetensors",)},
-        "a folder": {"lora": (str(folder),)},
-        "a pickle": {"lora": (f"{tmp_path}/TEXT.pt",)},
-        "a strength": {"lora": (f"{text}=1e308",)},
-        "a text": {"lora": (text,)},
-        "an expert of one network": {"lora_high_noise": (text,)},
-        "an empty lora_dir": {"lora_dir": folder},
-        "an export": quantised,
+    table = {
+        "no file": Loras(("/nowhere/x.safetensors",)),
+        "a folder": Loras((str(folder),)),
+        "a pickle": Loras((f"{tmp_path}/TEXT.pt",)),
+        "a strength": Loras((f"{text}=1e308",)),
+        "a text": Loras((text,)),
+        "an expert of one network": Loras(lora_high_noise=(text,)),
+        "an empty lora_dir": Loras(lora_dir=folder),
     }
     messages = {
-        name: get_refusal(lora.resolve_loras, values, dense) for name, values in table.items()
+        name: get_refusal(lora.resolve_loras, loras, dense) for name, loras in table.items()
     }
+    messages["an export"] = get_refusal(lora.resolve_loras, Loras((f"{tmp_path}/X",)), dense, True)
     check_refusals("LoRA: places", messages, [r"(?<=file \().*(?=\); )"])

@@ -34,13 +34,14 @@ from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora_deltas import list_factor_shapes
 from wan.checkpoint.merge_lora import merge_loras, open_lora_sources, read_lora_factors
 from wan.kernels.weight_only_linear import WeightOnlyLinear
+from wan.settings.command import Loras
 
 TOLERANCE = 1e-6  # of the largest change of the weight
 
 
 def open_merged(path: Path, checkpoint: Checkpoint, strength: float = 1.0) -> Any:
     """The sources of the weights that a file changes."""
-    (adapter,) = lora.resolve_loras({"lora": (f"{path}={strength}",)}, checkpoint)["dit"]
+    (adapter,) = lora.resolve_loras(Loras((f"{path}={strength}",)), checkpoint)["dit"]
     sources = merge_loras(open_sources(checkpoint.experts["dit"].tensors), [adapter])
     return {name: sources[name] for name in adapter.deltas}, adapter
 
@@ -66,7 +67,7 @@ def test_files_add_up_in_any_order(
         total += save_lycoris(kind, weights, Path(files[-1]), (Q,), "lycoris_")[name] - base
     tensors = dense.experts["dit"].tensors
     for order in (files, files[::-1]):
-        adapters = lora.resolve_loras({"lora": tuple(order)}, dense)["dit"]
+        adapters = lora.resolve_loras(Loras(tuple(order)), dense)["dit"]
         merged = merge_loras(open_sources(tensors), adapters)[name]
         check_merged({name: merged}, {name: total}, weights)
 

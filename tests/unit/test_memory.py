@@ -21,6 +21,7 @@ from wan.pipeline.setup import Setup
 from wan.planner.measure import Planner
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
+from wan.settings.run_options import read_run_options
 from wan.tasks.base import VideoParams, make_video_params
 from wan.utils import system
 
@@ -28,7 +29,10 @@ from wan.utils import system
 def make_hd_setup(device: str) -> tuple[Setup, VideoParams]:
     preset = PRESETS["t2v-A14B"]
     setup, _ = make_setup(
-        {"device": device}, preset, make_reference_checkpoint(preset), world_size=1
+        read_run_options({"device": device}),
+        preset,
+        make_reference_checkpoint(preset),
+        world_size=1,
     )
     return setup, make_video_params(preset, {"prompt": "", "size": (1280, 720)})
 

@@ -31,7 +31,7 @@ from wan.checkpoint.lora import resolve_loras
 from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.planner import report
 from wan.planner.measure import Planner
-from wan.settings.command import NetworkFiles
+from wan.settings.command import Loras, NetworkFiles
 
 ONES = torch.ones(2, 2)
 State = Mapping[str, Tensor]
@@ -145,7 +145,7 @@ def test_other_programs_are_named(program: str, tiny: Any, tmp_path: Path) -> No
     if "not known" not in program:
         stored = rename_state(states["vae"], REFUSED[program])
         save_file(stored, tmp_path / "x.safetensors")
-        loras = {"lora": (str(tmp_path / "x.safetensors"),)}
+        loras = Loras((str(tmp_path / "x.safetensors"),))
         sentences["lora"] = get_refusal(resolve_loras, loras, inspect_checkpoint(source))
         torch.save(rename_state(clip, REFUSED[program]), tmp_path / "clip.pth")
         sentences["clip"] = get_refusal(

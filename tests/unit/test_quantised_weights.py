@@ -34,6 +34,7 @@ from wan.kernels.int8_linear import W8A8Linear, quantize_per_token
 from wan.modules.model import WanModel
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
+from wan.settings.run_options import read_run_options
 
 REPO = Path(__file__).parents[2]
 REPO = Path(__file__).parents[2]
@@ -369,7 +370,12 @@ def test_combinations_that_cannot_run(broken: Path, tiny: Any) -> None:
     checkpoint = tiny("t2v-1.3B")
     values = {"quant_dit_path": broken, "dit_fsdp": True, "device": "cpu"}
     with pytest.raises(InputError, match=r"dit_fsdp.* quantised weights are buffers"):
-        make_setup(values, PRESETS["t2v-1.3B"], inspect_checkpoint(checkpoint), world_size=2)
+        make_setup(
+            read_run_options(values),
+            PRESETS["t2v-1.3B"],
+            inspect_checkpoint(checkpoint),
+            world_size=2,
+        )
     edit_description(broken, lambda d: d.update({"blocks.0.self_attn.quant_type": "MXFP8_DYNAMIC"}))
     (export,) = read_export(broken, checkpoint).experts.values()
     assert export.attentions[0].algorithm == "MXFP8_DYNAMIC"

@@ -33,10 +33,11 @@ from wan.pipeline.setup import Setup
 from wan.settings.command import Loras, NetworkFiles
 from wan.settings.errors import InputError, name_settings
 from wan.settings.execution import OFFLOAD_MODEL, Offload
-from wan.settings.fields import build_from_values, list_options
+from wan.settings.fields import list_options
 from wan.settings.flags import PYTHON_NAMING
 from wan.settings.layers import Layer, merge, read_constructor
 from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
+from wan.settings.run_options import read_run_options
 from wan.settings.values import choice, expand_home, format_value, integer, switch
 from wan.tasks.base import Inputs, VideoParams, get_task
 from wan.utils import env
@@ -149,12 +150,11 @@ class Generator:
             layer = read_constructor({**settings, **flags}, PYTHON_NAMING)
             if "precision" not in layer and self.config.param_dtype == torch.float32:
                 layer = layer.add({"precision": "fp32"})
-            values = merge(layer)
             integer(0, 10**6)("`rank`", rank)  # checked only; it has no effect
-            network_files = build_from_values(NetworkFiles, values)
+            options = read_run_options(merge(layer))
             presets = [PRESETS[name] for name in TASKS_OF_KIND[self.kind]]
-            checkpoint = _inspect_checkpoint_dir(checkpoint_dir, network_files, tuple(presets))
-            checkpoint = _apply_config_files(checkpoint, self.config, network_files)
+            checkpoint = _inspect_checkpoint_dir(checkpoint_dir, options.files, tuple(presets))
+            checkpoint = _apply_config_files(checkpoint, self.config, options.files)
             structure = checkpoint.experts.keys(), checkpoint.num_clip_vision_images
             matching = [
                 candidate
@@ -165,7 +165,7 @@ class Generator:
             check_task(checkpoint, self._preset)
             _warn_of_other_task(self.config, self._preset)
             world_size = _find_world_size(use_sp)
-            self._setup, notices = make_setup(values, self._preset, checkpoint, world_size)
+            self._setup, notices = make_setup(options, self._preset, checkpoint, world_size)
             for notice in notices:
                 logger.warning(PYTHON_NAMING.render(notice))
             device = devices.select_device(

@@ -44,22 +44,14 @@ from wan.pipeline.memory_estimate import check_memory
 from wan.pipeline.setup import Setup
 from wan.settings import parallel, recipes
 from wan.settings.attention import Attention
-from wan.settings.command import (
-    CheckpointOptions,
-    Loras,
-    NetworkFiles,
-    Output,
-    PlanOptions,
-    PromptExtension,
-    VideoLoraOptions,
-)
+from wan.settings.command import Loras, NetworkFiles, Output, PromptExtension, VideoLoraOptions
 from wan.settings.errors import InputError, name_settings
-from wan.settings.execution import Execution
 from wan.settings.fields import build_from_values, list_options
 from wan.settings.layers import Layer, Settings, merge
 from wan.settings.parallel import SIZE_FLAGS, Parallel
 from wan.settings.presets import PRESETS, TASK_ALIASES, Preset
 from wan.settings.rules import Values
+from wan.settings.run_options import RunOptions, read_run_options
 from wan.settings.step_cache import StepCache
 from wan.tasks.base import NO_INPUTS, Inputs, VideoParams, get_task, make_video_params
 from wan.utils import env
@@ -206,19 +198,22 @@ def resolve_run(settings: Settings, context: ResolveContext) -> Run:
     Raises:
         InputError: A setting is invalid, or settings do not fit together.
     """
-    files = build_from_values(NetworkFiles, settings)
-    weights = _find_weights(build_from_values(CheckpointOptions, settings), files, context)
+    decodes_only = "decode_latents" in settings
+    chosen = settings.drop(_DENOISING_SETTINGS) if decodes_only else settings
+    options = read_run_options(chosen)
+    weights = _find_weights(options, context)
     defaults = read_generation_config(weights.folder if weights.is_written else None)
-    inputs = _read_inputs(settings, weights.preset, defaults, context)
-    checkpoint = _inspect_checkpoint_folder(settings, weights, inputs, context)
+    inputs = _read_inputs(chosen, weights.preset, defaults, context)
+    if weights.is_demo and not weights.is_written and not context.plan:
+        _make_demo(chosen, options, weights, inputs, context)
+        weights = replace(weights, is_written=True)
+    checkpoint = _inspect_weights(weights, options, context)
     preset = _choose_preset(weights.name, weights.preset, checkpoint)
     defaults = read_generation_config(checkpoint.folder)
-    world_size, decodes_only = _count_ranks(settings, context.plan), "decode_latents" in settings
-    completed = _complete_settings(settings, preset, inputs, defaults, world_size)
-    setup, notices = make_setup(completed, preset, checkpoint, world_size)
-    if "lora_folder" in completed:
-        inputs = replace(inputs, loras=_choose_loras(completed, setup))
-        setup = replace(setup, video_loras=inputs.loras)
+    completed = _complete_settings(chosen, preset, inputs, defaults)
+    setup, notices = make_setup(options, preset, checkpoint, _count_ranks(options, context.plan))
+    inputs = replace(inputs, loras=_resolve_video_loras(setup))
+    setup = replace(setup, video_loras=inputs.loras)
     video = resolve_params(setup, completed, inputs.source_size, defaults, inputs.loras)
     check_latents_shape(settings.get("fixed_latents"), video.params.latent_shape)
     if checkpoint.folder is not None:
@@ -227,14 +222,14 @@ def resolve_run(settings: Settings, context: ResolveContext) -> Run:
     video = replace(video, notices=() if decodes_only else (*notices, *video.notices))
     # The record of decoded latents also has the settings of denoising.
     settings = settings if decodes_only else completed
-    return _make_run(settings, weights, inputs, setup, video, defaults, context)
+    return _make_run(settings, options, weights, inputs, setup, video, defaults, context)
 
 
-def _count_ranks(values: Values, plan: bool) -> int:
+def _count_ranks(options: RunOptions, plan: bool) -> int:
     """Returns the number of ranks; for a plan in one process those of the sizes."""
     world_size = env.world_size()
     if plan and world_size == 1:
-        world_size = prod(values.get(name) or 1 for name in SIZE_FLAGS)
+        world_size = prod(options.given.get(name) or 1 for name in SIZE_FLAGS)
         if world_size > MAX_RANKS:
             remedy = f"give at most {MAX_RANKS}"
             raise InputError(f"The sizes make {world_size} ranks", remedy=remedy)
@@ -250,18 +245,17 @@ def _choose_preset(name: str, preset: Preset, checkpoint: Checkpoint) -> Preset:
     return preset
 
 
-def _find_weights(
-    options: CheckpointOptions, files: NetworkFiles, context: ResolveContext
-) -> Weights:
+def _find_weights(options: RunOptions, context: ResolveContext) -> Weights:
     """Finds the checkpoint folder.
 
     Without `ckpt_dir` it is the official folder name, the folder of a given DiT, or a demo.
     """
-    name = options.task
+    name, files = options.checkpoint.task, options.files
     preset = PRESETS[TASK_ALIASES.get(name, name)]
     official = Path(preset.folder)
     dit = files.dit or files.dit_high_noise or files.dit_low_noise
-    folder = options.ckpt_dir or (official if has_folder(official) else dit and dit.parent)
+    folder = options.checkpoint.ckpt_dir
+    folder = folder or (official if has_folder(official) else dit and dit.parent)
     if folder is not None:
         return Weights(name, preset, folder, is_demo=False, is_written=is_folder(folder))
     trained = DEMO_FOLDER / preset.task
@@ -280,39 +274,44 @@ def _read_inputs(
     return get_task(preset.kind).read_inputs(preset, values, is_required)
 
 
-def _inspect_checkpoint_folder(
-    settings: Settings, weights: Weights, inputs: Inputs, context: ResolveContext
-) -> Checkpoint:
-    """Inspects the checkpoint; writes a demo that does not exist, or plans with published sizes."""
-    files, preset = build_from_values(NetworkFiles, settings), weights.preset
+def _make_demo(
+    settings: Settings,
+    options: RunOptions,
+    weights: Weights,
+    inputs: Inputs,
+    context: ResolveContext,
+) -> None:
+    """Writes the demo checkpoint, after checking the run with the published sizes."""
+    checkpoint = make_reference_checkpoint(weights.preset, options.files)
+    setup, _ = make_setup(options, weights.preset, checkpoint, env.world_size())
+    resolve_params(setup, settings, inputs.source_size)
+    context.make_demo(weights.preset.task, weights.folder)
+
+
+def _inspect_weights(weights: Weights, options: RunOptions, context: ResolveContext) -> Checkpoint:
+    """Inspects the checkpoint; a plan of a demo that does not exist has the published sizes."""
     if weights.is_demo and not weights.is_written:
-        checkpoint = make_reference_checkpoint(preset, files)
-        if context.plan:
-            return checkpoint
-        # Refuse before the demo is written.
-        setup, _ = make_setup(settings, preset, checkpoint, _count_ranks(settings, False))
-        resolve_params(setup, settings, inputs.source_size)
-        context.make_demo(preset.task, weights.folder)
+        return make_reference_checkpoint(weights.preset, options.files)
     remedy = "give the folder of a checkpoint, or leave it out to try the demo"
     check_checkpoint_folder(weights.folder, remedy)
     names = (weights.name, TASK_ALIASES.get(weights.name, ""))
     candidates = [PRESETS[name] for name in names if name in PRESETS]
-    return context.inspect_folder(weights.folder, files, tuple(candidates))
+    return context.inspect_folder(weights.folder, options.files, tuple(candidates))
 
 
 def _complete_settings(
-    settings: Settings, preset: Preset, inputs: Inputs, defaults: Layer, world_size: int
+    settings: Settings, preset: Preset, inputs: Inputs, defaults: Layer
 ) -> Settings:
     """Returns the settings with those that follow from the inputs, or from latents to decode."""
     if "decode_latents" in settings:
-        return _complete_decoding(settings, preset, world_size)
+        return _complete_decoding(settings, preset)
     task = get_task(preset.kind)
     values = task.complete_settings(preset, settings, inputs, defaults.values)
     return settings.override(Layer("the input files", settings.unset_naming, values))
 
 
-def _complete_decoding(settings: Settings, preset: Preset, world_size: int) -> Settings:
-    """Returns the settings of decoding: without those of denoising, and with the latents' sizes.
+def _complete_decoding(settings: Settings, preset: Preset) -> Settings:
+    """Returns the settings of decoding, with the latents' sizes.
 
     Raises:
         InputError: The task's VAE cannot decode the latents, or they do not fit their settings.
@@ -331,11 +330,10 @@ def _complete_decoding(settings: Settings, preset: Preset, world_size: int) -> S
             why = f"holds latents whose {name} is {sizes[name]}, and its settings say "
             why, remedy = f"{why}{settings[name]}", "use the unmodified file"
             raise InputError(str(path), None, why, remedy)
-    if world_size > 1 and not settings.get("vae_parallel"):
-        why = f"runs on one process, but {world_size} were started"
+    if env.world_size() > 1 and not settings.get("vae_parallel"):
+        why = f"runs on one process, but {env.world_size()} were started"
         remedy = "start it without torchrun, or add `vae_parallel`"
         raise InputError("`decode_latents`", None, why, remedy)
-    settings = settings.drop(_DENOISING_SETTINGS)
     latents = {n: size for n, size in sizes.items() if n not in settings} | {"recipe": "none"}
     return settings.override(Layer(str(path), settings.unset_naming, latents))
 
@@ -353,32 +351,28 @@ def _require_components(
 
 
 def make_setup(
-    values: Values, preset: Preset, checkpoint: Checkpoint, world_size: int
+    options: RunOptions, preset: Preset, checkpoint: Checkpoint, world_size: int
 ) -> tuple[Setup, tuple[str, ...]]:
     """Returns the setup of a pipeline, and notices.
 
     Args:
-        values: Settings; those that do not concern the setup are ignored.
         world_size: Ranks per video.
     """
-    execution = build_from_values(Execution, values)
-    chip = build_from_values(PlanOptions, values).chip
-    options = build_from_values(CheckpointOptions, values)
-    attention = build_from_values(Attention, values)
-    cache_settings = build_from_values(StepCache, values)
+    execution, attention, chip = options.execution, options.attention, options.plan.chip
+    quantized_folder = options.checkpoint.quant_dit_path
     if chip is not None:
         if execution.device not in ("auto", "npu"):
             why = f"is an NPU and contradicts `device={execution.device}`"
             raise InputError("`chip`", chip, why, "drop one of them")
         execution = replace(execution, device="npu")
-    topology, notices = parallel.resolve_topology(values, world_size, checkpoint.num_heads)
+    topology, notices = parallel.resolve_topology(options.given, world_size, checkpoint.num_heads)
     if env.world_size() > 1:
         ranks_per_node = env.local_world_size()
         notices += parallel.note_machine_spanning(topology, ranks_per_node, checkpoint.num_heads)
     quantized_dit = None
-    if options.quant_dit_path is not None:
+    if quantized_folder is not None:
         quantized_dit = w8a8_export.read_quantized_dit(
-            options.quant_dit_path,
+            quantized_folder,
             checkpoint,
             device=execution.device,
             fa_quant=attention.fa_quant if attention.fp8 else None,
@@ -391,19 +385,21 @@ def make_setup(
         attention=attention,
         quantized_dit=quantized_dit,
         chip=chip,
-        cache=cache_settings,
-        policy=policy.make_policy(cache_settings, preset, checkpoint.folder),
-        loras=lora.resolve_loras(values, checkpoint),
-        lora_options=build_from_values(VideoLoraOptions, values),
+        cache=options.cache,
+        policy=policy.make_policy(options.cache, preset, checkpoint.folder),
+        loras=lora.resolve_loras(options.loras, checkpoint, quantized_folder is not None),
+        lora_options=options.video_loras,
     )
     return setup, notices
 
 
-def _choose_loras(values: Values, setup: Setup) -> lora_folder.VideoLoras:
+def _resolve_video_loras(setup: Setup) -> lora_folder.VideoLoras:
     """Returns the LoRAs of `video_lora`; checks the folder."""
-    folder = values["lora_folder"]
+    folder, chosen = setup.lora_options.lora_folder, setup.lora_options.video_lora
+    if folder is None:
+        return {}
     lora_folder.find_lora_files(folder)
-    loras = lora_folder.resolve_video_loras(values.get("video_lora", ()), folder, setup.checkpoint)
+    loras = lora_folder.resolve_video_loras(chosen, folder, setup.checkpoint)
     if setup.cache.policy == "tea":
         for entry in (entry for entries in loras.values() for entry in entries):
             if any(name.startswith("time_embedding.") for name in entry.lora.deltas):
@@ -468,6 +464,7 @@ def resolve_params(
 
 def _make_run(
     settings: Settings,
+    options: RunOptions,
     weights: Weights,
     inputs: Inputs,
     setup: Setup,
@@ -492,8 +489,7 @@ def _make_run(
         prompt_extension=build_from_values(PromptExtension, settings) if extends_prompt else None,
         decode_latents=settings.get("decode_latents"),
         fixed_latents=settings.get("fixed_latents"),
-        plan_options=build_from_values(PlanOptions, settings),
-        device_memory=int(settings["device_memory"] * 1e9) if "device_memory" in settings else None,
+        plan_options=options.plan,
         power=settings.get("power", False),
         settings=record_settings(recorded, setup, params, output),
         sources=video.settings.list_sources(),

@@ -66,7 +66,6 @@ class Run:
     Attributes:
         decode_latents: Latents file that is only decoded.
         fixed_latents: Latents file that denoising starts from.
-        device_memory: Device memory in bytes that the plan is compared with.
         settings: Settings of the JSON record, from which `--from_json` repeats the run.
         sources: Setting -> where its value comes from; the others are defaults.
         lines: Lines of a prompt file. The other attributes are those of its first valid line.
@@ -83,7 +82,6 @@ class Run:
     decode_latents: Path | None
     fixed_latents: Path | None
     plan_options: PlanOptions
-    device_memory: int | None
     power: bool
     settings: dict[str, Any]
     sources: dict[str, str]
@@ -92,6 +90,12 @@ class Run:
     summary: Path | None = None
     skip_existing: bool = False
     group_by_expert: bool = False
+
+    @property
+    def device_memory(self) -> int | None:
+        """Device memory in bytes that the plan is compared with."""
+        gigabytes = self.plan_options.device_memory
+        return None if gigabytes is None else int(gigabytes * 1e9)
 
     @property
     def verbose(self) -> bool:

@@ -25,7 +25,6 @@ from wan.checkpoint.lora_names import (
 from wan.checkpoint.lora_reader import MAX_ABS, Lora, LoraFile, LoraReader
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
-from wan.settings.fields import list_options
 from wan.settings.values import expand_home, format_value, parse_number
 from wan.utils.files import check_link, has_file
 
@@ -52,8 +51,8 @@ def parse_lora_file(text: str) -> LoraFile:
     return LoraFile(expand_home("LoRA", file), strength)
 
 
-def list_lora_files(values: Mapping[str, Any]) -> dict[str, tuple[LoraFile, ...]]:
-    """Returns the files of the settings `Loras` by the network for which a flag gives them.
+def list_lora_files(options: Loras) -> dict[str, tuple[LoraFile, ...]]:
+    """Returns the files of these settings by the network for which a flag gives them.
 
     Its keys are "high_noise", "low_noise", and "both" for files of all networks.
 
@@ -62,11 +61,13 @@ def list_lora_files(values: Mapping[str, Any]) -> dict[str, tuple[LoraFile, ...]
             magnitude.
     """
     files_by_network = {
-        network: tuple(parse_lora_file(text) for text in values.get(flag, ()))
+        network: tuple(parse_lora_file(text) for text in getattr(options, flag))
         for network, flag in _FLAGS.items()
     }
-    for expert in EXPERTS if "lora_dir" in values else ():
-        path = values["lora_dir"] / f"{expert}_model.safetensors"
+    if options.lora_dir is None:
+        return files_by_network
+    for expert in EXPERTS:
+        path = options.lora_dir / f"{expert}_model.safetensors"
         if not has_file(path):
             files = " and ".join(f"{name}_model.safetensors" for name in EXPERTS)
             remedy = f"give a folder with {files}, or `lora_high_noise` and `lora_low_noise`"
@@ -213,24 +214,29 @@ def _find_relighting_lora(folder: Path) -> Path:
     return path
 
 
-def resolve_loras(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
-    """Resolves the settings `Loras` to the LoRAs of each network of a checkpoint.
+def resolve_loras(
+    options: Loras, checkpoint: Checkpoint, is_quantized: bool = False
+) -> dict[str, tuple[Lora, ...]]:
+    """Resolves settings to the LoRAs of each network of a checkpoint.
+
+    Args:
+        is_quantized: Whether `quant_dit_path` replaces the weights, so that no LoRA fits them.
 
     Raises:
         InputError: A file does not fit the network or cannot be read, or other settings exclude
             LoRAs.
     """
-    flags = [flag for flag in list_options(Loras) if values.get(flag)]
-    files = list_lora_files(values)
+    flags = [flag for flag, value in vars(options).items() if value]
+    files = list_lora_files(options)
     if not flags:
         return {}
     subject = f"`{flags[0]}`"
     if checkpoint.folder is None:  # a plan from published sizes; LoRAs do not change them
         return {}
-    if values.get("quant_dit_path") is not None:
+    if is_quantized:
         why = "changes weights, but those of `quant_dit_path` are already quantized"
         raise InputError(subject, None, why, "quantize them with tools/quantize_dit.py --lora")
-    if values.get(_RELIGHTING_FLAG):
+    if options.use_relighting_lora:
         files["both"] += (LoraFile(_find_relighting_lora(checkpoint.folder)),)
     if "dit" in checkpoint.experts and not {*flags} <= {"lora", _RELIGHTING_FLAG}:
         flag = next(flag for flag in flags if flag not in ("lora", _RELIGHTING_FLAG))

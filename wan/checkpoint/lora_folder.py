@@ -20,7 +20,9 @@ from wan.checkpoint.lora import resolve_loras
 from wan.checkpoint.lora_deltas import StoredMatrix, WeightDelta
 from wan.checkpoint.lora_reader import Lora
 from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES, read_file_state
+from wan.settings.command import Loras
 from wan.settings.errors import InputError
+from wan.settings.fields import build_from_values
 from wan.settings.values import format_value
 from wan.utils.files import check_link, has_folder
 from wan.utils.log import logger
@@ -127,7 +129,8 @@ def _read_lora(
     """
     flag = "lora" if expert in (None, "both") else f"lora_{expert}"
     try:
-        resolved = resolve_loras({flag: (f"{path}=1",)}, checkpoint)
+        options = build_from_values(Loras, {flag: (f"{path}=1",)})
+        resolved = resolve_loras(options, checkpoint)
         loras = {network: entries[0] for network, entries in resolved.items() if entries}
         for lora in loras.values():
             _check_branches(lora)

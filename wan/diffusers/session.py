@@ -40,6 +40,7 @@ from wan.settings.attention_modes import Grid
 from wan.settings.errors import InputError, name_settings
 from wan.settings.flags import DIFFUSERS_NAMING
 from wan.settings.presets import PRESETS, Preset
+from wan.settings.run_options import read_run_options
 from wan.tasks.base import VideoParams, make_video_params
 from wan.utils.log import logger
 
@@ -321,7 +322,8 @@ def _make_session_setup(
     if first.device.type not in ("cpu", "meta"):
         values = {"device": first.device.type, **values}
     preset, checkpoint = _describe_networks(networks)
-    return make_setup(values | {"precision": _PRECISIONS[first.dtype]}, preset, checkpoint, world)
+    options = read_run_options(values | {"precision": _PRECISIONS[first.dtype]})
+    return make_setup(options, preset, checkpoint, world)
 
 
 def _describe_networks(networks: Networks) -> tuple[Preset, Checkpoint]:
