@@ -208,25 +208,30 @@ def merge(*layers: Layer) -> Settings:
     return settings
 
 
-_SUPERSEDED = {
-    "sample_solver": ("timesteps",),
-    "sample_steps": ("timesteps", "boundary_step"),
-    "sample_shift": ("timesteps",),
-    "sigmas": ("timesteps",),
-    "sigma_max": ("timesteps",),
-    "timesteps": ("sample_steps", "sample_shift", "sigmas", "sigma_max", "boundary_step"),
-    "prompt": ("clip_prompts",),
-    "clip_prompts": ("prompt", "num_clip", "use_prompt_extend"),
-    "use_prompt_extend": ("clip_prompts",),
-    "dit": ("dit_high_noise", "dit_low_noise"),
-    "dit_high_noise": ("dit",),
-    "dit_low_noise": ("dit",),
-    "attention_algo": ("attention_backend",),
-    "attention_backend": ("attention_algo",),
-}
-"""Setting -> the settings of lower layers that it replaces where it differs from theirs."""
-_LATENTS_SUPERSEDED = {"src_video": ("fixed_latents",), "fixed_latents": ("src_video",)}
-"""As `_SUPERSEDED`, where both give the latents that denoising starts from."""
+def _list_exclusive_settings() -> Iterator[tuple[str, str]]:
+    """Lists the pairs of settings of which one layer may set only one."""
+    for rule in rules.USER_SETTING_RULES:
+        if all(condition in FLAGS for condition in rule.conditions):
+            name, other = rule.conditions
+            yield from ((name, other), (other, name))
+
+
+_SUPERSEDED_SETTINGS = [
+    *_list_exclusive_settings(),
+    ("sample_solver", "timesteps"),
+    ("sample_steps", "boundary_step"),
+    ("timesteps", "boundary_step"),
+    ("timesteps", "sigma_max"),
+    ("sigma_max", "timesteps"),
+    ("clip_prompts", "num_clip"),
+    ("dit", "dit_high_noise"),
+    ("dit", "dit_low_noise"),
+    ("dit_high_noise", "dit"),
+    ("dit_low_noise", "dit"),
+]
+"""(a setting, the one of lower layers that it replaces where it differs from theirs)."""
+_LATENTS_SUPERSEDED = [("src_video", "fixed_latents"), ("fixed_latents", "src_video")]
+"""As `_SUPERSEDED_SETTINGS`, where both give the latents that denoising starts from."""
 _GUIDER_PARAMETERS = {parameter for row in GUIDERS.values() for parameter in row.parameters}
 _NEED_TWO_BRANCHES = {"guider", "slg_blocks", "slg_start", "slg_stop", *_GUIDER_PARAMETERS}
 _SUPERSEDED_BY_VALUE: dict[str, Iterable[str]] = {
@@ -254,11 +259,11 @@ def _list_superseded(settings: Mapping[str, Any], layer: Layer) -> Iterator[str]
     if "recipe" in higher and layer.kind == "record":
         yield from RECIPE_SETTINGS
     task = higher.get("task", lower.get("task", "t2v-A14B"))
-    superseded = _SUPERSEDED | (_LATENTS_SUPERSEDED if task in FLAGS["strength"].tasks else {})
-    for name in higher.keys() & superseded:  # images, which may be arrays, are not compared
-        is_changed = name not in lower or lower[name] != higher[name]
-        if is_changed and higher[name] is not False:
-            yield from superseded[name]
+    latents = _LATENTS_SUPERSEDED if task in FLAGS["strength"].tasks else []
+    for name, other in (*_SUPERSEDED_SETTINGS, *latents):
+        is_on = name in higher and higher[name] is not False
+        if is_on and (name not in lower or lower[name] != higher[name]):
+            yield other
     for condition, names in _SUPERSEDED_BY_VALUE.items():
         if rules.is_condition_met(condition, higher):
             yield from names
