@@ -207,12 +207,12 @@ def resolve_run(settings: Settings, context: ResolveContext) -> Run:
     if weights.is_demo and not weights.is_written and not context.plan:
         _make_demo(chosen, options, weights, inputs, context)
         weights = replace(weights, is_written=True)
-    checkpoint = _inspect_weights(weights, options, context)
+    checkpoint = _find_checkpoint(weights, options, context)
     preset = _choose_preset(weights.name, weights.preset, checkpoint)
     defaults = read_generation_config(checkpoint.folder)
     completed = _complete_settings(chosen, preset, inputs, defaults)
     setup, notices = make_setup(options, preset, checkpoint, _count_ranks(options, context.plan))
-    inputs = replace(inputs, loras=_resolve_video_loras(setup))
+    inputs = replace(inputs, loras=_choose_video_loras(setup))
     setup = replace(setup, video_loras=inputs.loras)
     video = resolve_params(setup, completed, inputs.source_size, defaults, inputs.loras)
     check_latents_shape(settings.get("fixed_latents"), video.params.latent_shape)
@@ -229,7 +229,7 @@ def _count_ranks(options: RunOptions, plan: bool) -> int:
     """Returns the number of ranks; for a plan in one process those of the sizes."""
     world_size = env.world_size()
     if plan and world_size == 1:
-        world_size = prod(options.given.get(name) or 1 for name in SIZE_FLAGS)
+        world_size = prod(options.values.get(name) or 1 for name in SIZE_FLAGS)
         if world_size > MAX_RANKS:
             remedy = f"give at most {MAX_RANKS}"
             raise InputError(f"The sizes make {world_size} ranks", remedy=remedy)
@@ -288,7 +288,7 @@ def _make_demo(
     context.make_demo(weights.preset.task, weights.folder)
 
 
-def _inspect_weights(weights: Weights, options: RunOptions, context: ResolveContext) -> Checkpoint:
+def _find_checkpoint(weights: Weights, options: RunOptions, context: ResolveContext) -> Checkpoint:
     """Inspects the checkpoint; a plan of a demo that does not exist has the published sizes."""
     if weights.is_demo and not weights.is_written:
         return make_reference_checkpoint(weights.preset, options.files)
@@ -365,7 +365,7 @@ def make_setup(
             why = f"is an NPU and contradicts `device={execution.device}`"
             raise InputError("`chip`", chip, why, "drop one of them")
         execution = replace(execution, device="npu")
-    topology, notices = parallel.resolve_topology(options.given, world_size, checkpoint.num_heads)
+    topology, notices = parallel.resolve_topology(options.values, world_size, checkpoint.num_heads)
     if env.world_size() > 1:
         ranks_per_node = env.local_world_size()
         notices += parallel.note_machine_spanning(topology, ranks_per_node, checkpoint.num_heads)
@@ -393,7 +393,7 @@ def make_setup(
     return setup, notices
 
 
-def _resolve_video_loras(setup: Setup) -> lora_folder.VideoLoras:
+def _choose_video_loras(setup: Setup) -> lora_folder.VideoLoras:
     """Returns the LoRAs of `video_lora`; checks the folder."""
     folder, chosen = setup.lora_options.lora_folder, setup.lora_options.video_lora
     if folder is None:

@@ -20,10 +20,10 @@ from wan.settings.step_cache import StepCache
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What loads and runs the networks; the settings of the video itself are in `given`.
+    """What loads and runs the networks; the settings of the video itself are in `values`.
 
     Attributes:
-        given: Flag -> value of every setting that a layer sets, for rules about what was chosen.
+        values: Flag -> value of every setting that a layer sets, for rules about what was chosen.
     """
 
     checkpoint: CheckpointOptions
@@ -34,7 +34,7 @@ class RunOptions:
     attention: Attention
     cache: StepCache
     plan: PlanOptions
-    given: Values
+    values: Values
 
 
 def read_run_options(values: Values) -> RunOptions:
@@ -48,5 +48,5 @@ def read_run_options(values: Values) -> RunOptions:
         attention=build_from_values(Attention, values),
         cache=build_from_values(StepCache, values),
         plan=build_from_values(PlanOptions, values),
-        given=values,
+        values=values,
     )
