@@ -25,6 +25,7 @@ from wan.settings.flags import FLAGS, GROUPS
 from wan.settings.presets import PRESETS, SIZES, TASKS_OF_KIND
 from wan.settings.video_options import INPUT_OPTIONS, list_needed_inputs
 from wan.tasks.base import TASKS, get_task
+from wan.tasks.needed_inputs import check_needed_inputs
 
 
 def test_each_kind_has_a_room_presets_a_prompt_a_class_and_promises() -> None:
@@ -102,14 +103,14 @@ def test_an_input_has_an_effect_on_named_tasks_only() -> None:
 @pytest.mark.parametrize("task", PRESETS)
 def test_a_task_refuses_a_video_without_the_inputs_that_it_needs(task: str) -> None:
     """All that are missing are named, and `--help` says that they are needed."""
-    preset, room = PRESETS[task], get_task(PRESETS[task].kind)
-    room.read_inputs(preset, {}, required=False)
+    preset = PRESETS[task]
+    get_task(preset.kind).read_inputs(preset, {})
     groups = list_needed_inputs(task)
     if not groups:
-        room.read_inputs(preset, {}, required=True)
+        check_needed_inputs(preset, {})
         return
     with pytest.raises(InputError) as refusal:
-        room.read_inputs(preset, {}, required=True)
+        check_needed_inputs(preset, {})
     names = [name for group in groups for name in group]
     assert not [name for name in names if f"`{name}`" not in refusal.value.why]
     assert not [name for name in names if "needed" not in FLAGS[name].help]

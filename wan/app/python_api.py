@@ -40,6 +40,7 @@ from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
 from wan.settings.run_options import read_run_options
 from wan.settings.values import choice, expand_home, format_value, integer, switch
 from wan.tasks.base import Inputs, VideoParams, get_task
+from wan.tasks.needed_inputs import check_needed_inputs
 from wan.utils import env
 from wan.utils.files import check_link
 from wan.utils.log import logger, show_progress
@@ -418,7 +419,8 @@ class Generator:
         if self._preset.num_clip_vision_images:  # the defaults are those of the preset
             defaults = defaults.select(())
         task = get_task(self._preset.kind)
-        inputs = task.read_inputs(self._preset, settings, required=True)
+        check_needed_inputs(self._preset, settings)
+        inputs = task.read_inputs(self._preset, settings)
         completed = task.complete_settings(self._preset, settings, inputs, defaults.values)
         boundary = self.config.get("boundary")
         if boundary in (None, self._preset.boundary):

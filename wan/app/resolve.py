@@ -54,6 +54,7 @@ from wan.settings.rules import Values
 from wan.settings.run_options import RunOptions, read_run_options
 from wan.settings.step_cache import StepCache
 from wan.tasks.base import NO_INPUTS, Inputs, VideoParams, get_task, make_video_params
+from wan.tasks.needed_inputs import check_needed_inputs
 from wan.utils import env
 from wan.utils.files import has_folder
 from wan.utils.log import logger
@@ -269,9 +270,10 @@ def _read_inputs(
 ) -> Inputs:
     if "decode_latents" in settings:
         return NO_INPUTS
-    is_required = context.require_inputs and not context.plan
     values = {**defaults.values, **settings}
-    return get_task(preset.kind).read_inputs(preset, values, is_required)
+    if context.require_inputs and not context.plan:
+        check_needed_inputs(preset, values)
+    return get_task(preset.kind).read_inputs(preset, values)
 
 
 def _make_demo(

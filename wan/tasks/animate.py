@@ -30,7 +30,6 @@ from wan.tasks.base import (
     check_clip_settings,
     make_noise_sampler,
 )
-from wan.tasks.needed_inputs import check_needed_inputs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,9 +72,7 @@ class Animate(Task):
     scene_uploads = tuple(Path(name).stem for name in _SCENE_VIDEOS.values())
     uploads_without_prompt: ClassVar = frozenset({"src_root_path"})
 
-    def read_inputs(self, preset: Preset, values: Values, required: bool) -> Inputs:
-        if required:
-            check_needed_inputs(preset, values)
+    def read_inputs(self, preset: Preset, values: Values) -> Inputs:
         folder = values.get("src_root_path")
         if folder is None:
             return Inputs()

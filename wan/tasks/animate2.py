@@ -41,7 +41,6 @@ from wan.tasks.base import (
     check_nonzero_size,
     make_noise_sampler,
 )
-from wan.tasks.needed_inputs import check_needed_inputs
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
@@ -85,9 +84,7 @@ class Animate2(Animate):
     uploads_without_prompt: ClassVar = frozenset({"image", "src_video"})
     fixed_prompts = (REFERENCE_PROMPT,)
 
-    def read_inputs(self, preset: Preset, values: Values, required: bool) -> Animate2Inputs:
-        if required:
-            check_needed_inputs(preset, values)
+    def read_inputs(self, preset: Preset, values: Values) -> Animate2Inputs:
         path, image = values.get("src_video"), images.read_image_setting(values, "image")
         if path is None:
             return Animate2Inputs(image=image)

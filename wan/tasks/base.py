@@ -242,15 +242,14 @@ class Task:
 
     # Inputs and settings; no torch.
 
-    def read_inputs(self, preset: Preset, values: Values, required: bool) -> Inputs:
+    def read_inputs(self, preset: Preset, values: Values) -> Inputs:
         """Reads and checks the input files, or images in memory, that settings name.
 
         Args:
             values: Settings, merged over the checkpoint's; those of other subjects are ignored.
-            required: Refuse a video without an input that the task needs.
 
         Raises:
-            InputError: An input is missing or damaged.
+            InputError: An input is damaged.
         """
         return Inputs()
 

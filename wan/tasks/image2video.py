@@ -29,7 +29,6 @@ from wan.tasks.base import (
     check_nonzero_size,
     make_noise_sampler,
 )
-from wan.tasks.needed_inputs import check_needed_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,9 +39,7 @@ class ImageToVideo(Task):
     diffusers_classes = ("WanImageToVideoPipeline", "WanTransformer3DModel")
     joins_clips = True
 
-    def read_inputs(self, preset: Preset, values: Values, required: bool) -> Inputs:
-        if required:
-            check_needed_inputs(preset, values)
+    def read_inputs(self, preset: Preset, values: Values) -> Inputs:
         return Inputs(
             image=images.read_image_setting(values, "image"),
             last_image=images.read_image_setting(values, "last_image"),

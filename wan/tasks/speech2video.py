@@ -41,7 +41,6 @@ from wan.tasks.base import (
     check_nonzero_size,
     make_noise_sampler,
 )
-from wan.tasks.needed_inputs import check_needed_inputs
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
@@ -106,9 +105,7 @@ class SpeechToVideo(Task):
     uploads_without_prompt: ClassVar = frozenset({"image", "audio"})
     has_fixed_fps = True
 
-    def read_inputs(self, preset: Preset, values: Values, required: bool) -> SpeechInputs:
-        if required:
-            check_needed_inputs(preset, values)
+    def read_inputs(self, preset: Preset, values: Values) -> SpeechInputs:
         pose = values.get("pose_video")
         return SpeechInputs(
             image=images.read_image_setting(values, "image"),

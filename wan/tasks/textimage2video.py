@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class TextImageToVideo(VideoToVideo):
     kind = "ti2v"
 
-    def read_inputs(self, preset: Preset, values: Values, required: bool) -> Inputs:
-        inputs = super().read_inputs(preset, values, required)
+    def read_inputs(self, preset: Preset, values: Values) -> Inputs:
+        inputs = super().read_inputs(preset, values)
         return replace(inputs, image=images.read_image_setting(values, "image"))
 
     def compute_video_size(self, params: VideoParams) -> Size:

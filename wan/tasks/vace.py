@@ -25,7 +25,6 @@ from wan.tasks.base import (
     Task,
     VideoParams,
 )
-from wan.tasks.needed_inputs import check_needed_inputs
 from wan.tasks.video2video import (
     SourceInputs,
     check_source_fps,
@@ -66,9 +65,7 @@ class Vace(Task):
     network = "wan.modules.vace:VaceWanModel"
     diffusers_classes = ("WanVACEPipeline", "WanVACETransformer3DModel")
 
-    def read_inputs(self, preset: Preset, values: Values, required: bool) -> VaceInputs:
-        if required:
-            check_needed_inputs(preset, values)
+    def read_inputs(self, preset: Preset, values: Values) -> VaceInputs:
         video, mask = values.get("src_video"), values.get("src_mask")
         return read_vace_files(video, mask, values.get("src_ref_images", ()))
 

@@ -61,7 +61,7 @@ class SourceInputs(Inputs):
 class VideoToVideo(Task):
     """The part of a task that may start from a video. Without `src_video` it changes nothing."""
 
-    def read_inputs(self, preset: Preset, values: Values, required: bool) -> Inputs:
+    def read_inputs(self, preset: Preset, values: Values) -> Inputs:
         if "src_video" not in values:
             return Inputs()
         path = values["src_video"]
