@@ -185,9 +185,9 @@ def test_guidance_formula() -> None:
     arguments = network, latents, torch.zeros(1), DenoiseInputs(latents, latents, latents), step
     for run_branches in (None, lambda branch: (branch("cond"), branch("uncond"))):
         prediction = StepPrediction(*arguments, run_branches)
-        assert prediction.predict_guided_velocity(4, combine_linearly).tolist() == [6.5, 6.5]
+        assert prediction.guide(4, combine_linearly).tolist() == [6.5, 6.5]
     del results["uncond"]
-    assert prediction.predict_guided_velocity(1, combine_linearly).tolist() == [2, 2]
+    assert prediction.guide(1, combine_linearly).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(("broken_step", "reported_step"), [(0, 1), (1, 3), (2, 3)])

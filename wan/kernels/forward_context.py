@@ -31,7 +31,7 @@ class StepInfo:
 
     Attributes:
         index: Sampling step, from 0.
-        count: Number of sampling steps.
+        count: Number of forward passes of a branch in the complete noise schedule.
         branch: "cond" or "uncond", the guidance branch.
         expert: "high_noise", "low_noise" or "dit" (models with a single network).
         grid: Tokens along frame, height and width.

@@ -114,6 +114,7 @@ class DenoisingLoop:
         self._callback_on_step_end, self._preview = callback_on_step_end, preview
         self._inputs = replace(inputs, initial_latents=torch.empty(0))  # only self.latents has them
         self._noise_schedule, self._num_steps_done = make_noise_schedule(params), 0
+        self._num_forwards = params.num_forwards
         self._guider = make_guider(params)
         self._attention_guidance = None if params.nag_scale is None else NormalizedAttention(params)
         self._solver, self._timesteps = make_solver(
@@ -206,9 +207,10 @@ class DenoisingLoop:
             if step_index < self._guider.num_zero_steps:
                 guided_velocity = torch.zeros_like(latents)
             else:
-                guided_velocity = self._predict_guided_velocity(
-                    index, model, run_branches, step_cache
-                )
+                prediction = self._make_prediction(index, model, run_branches, step_cache)
+                low_noise_scale, high_noise_scale = params.sample_guide_scale
+                scale = high_noise_scale if expert == "high_noise" else low_noise_scale
+                guided_velocity = prediction.guide(scale, self._guider.combine)
             with cancellation_point.local_section():
                 next_latents = self._solver.step(latents, guided_velocity)
                 self.latents = inputs.restore_fixed_frames(next_latents)
@@ -223,25 +225,19 @@ class DenoisingLoop:
             clean_latents = inputs.restore_fixed_frames(clean_latents)
             self._preview.update(strip_reference_frames(params, clean_latents))
 
-    def _predict_guided_velocity(
+    def _make_prediction(
         self, index: int, model: Denoiser, run_branches: RunBranches | None, step_cache: Cache
-    ) -> Tensor:
-        inputs, step = self._inputs, self._make_step_info(index)
-        t = inputs.make_model_timesteps(self._timesteps[index])
-        low_noise_scale, high_noise_scale = self.params.sample_guide_scale
-        scale = high_noise_scale if step.expert == "high_noise" else low_noise_scale
-        prediction = StepPrediction(model, self.latents, t, inputs, step, run_branches, step_cache)
-        return prediction.predict_guided_velocity(scale, self._guider.combine)
-
-    def _make_step_info(self, index: int) -> StepInfo:
-        params, grid, text_guidance = self.params, self.params.grid, None
+    ) -> StepPrediction:
+        params, inputs, grid, text_guidance = self.params, self._inputs, self.params.grid, None
         step_index = self._noise_schedule.step_range[index]
+        t = inputs.make_model_timesteps(self._timesteps[index])
         if self._attention_guidance is not None:
-            negative_context = self._inputs.negative_context
-            text_guidance = CrossAttentionGuidance(negative_context, self._attention_guidance)
-        return StepInfo(
+            text_guidance = CrossAttentionGuidance(
+                inputs.negative_context, self._attention_guidance
+            )
+        step = StepInfo(
             step_index,
-            params.num_forwards,
+            self._num_forwards,
             "cond",
             self._noise_schedule.experts[index],
             grid,
@@ -249,6 +245,7 @@ class DenoisingLoop:
             skipped_blocks=select_skipped_blocks(params, step_index),
             text_guidance=text_guidance,
         )
+        return StepPrediction(model, self.latents, t, inputs, step, run_branches, step_cache)
 
     def offload(self) -> None:
         """Moves the loop's tensors to the CPU while it is paused."""
@@ -368,9 +365,9 @@ class StepPrediction:
     run_branches: RunBranches | None = None
     step_cache: Cache = field(default_factory=Cache)
 
-    def predict_guided_velocity(self, scale: float, combine: CombineBranches) -> Tensor:
+    def guide(self, scale: float, combine: CombineBranches) -> Tensor:
         """Returns the guided velocity, float32 [Z,f,h,w]; at scale 1 only cond is computed."""
-        compute = self._compute_cond if scale == 1 else self._compute_branches
+        compute = self._compute_cond if scale == 1 else self._compute_both
         velocity_cache = self.step_cache.get_if_skips("network")
         if velocity_cache is None:
             velocities = compute()
@@ -385,15 +382,15 @@ class StepPrediction:
     def _compute_cond(self) -> tuple[Tensor, ...]:
         return (self._predict_branch("cond"),)
 
-    def _compute_branches(self) -> tuple[Tensor, ...]:
-        run_branches = self.run_branches or self._run_branches_here
+    def _compute_both(self) -> tuple[Tensor, ...]:
+        run_branches = self.run_branches or self._run_here
         guidance_cache = self.step_cache.get_if_skips("uncond")
         if guidance_cache is not None:
             run_branches = partial(guidance_cache, self.step.index, run_branches)
         return run_branches(self._predict_branch)
 
-    def _run_branches_here(self, predict_branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-        """Computes both guidance branches on this device, in lockstep if the network can."""
+    def _run_here(self, predict_branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+        """Implements `RunBranches` on this device, in lockstep if the network can."""
         if getattr(self.model, "runs_in_lockstep", lambda _: False)(self.step.valid_len):
             return predict_both_velocities(self.model, self.latents, self.t, self.inputs, self.step)
         return run_both_branches(predict_branch)
