@@ -134,7 +134,7 @@ def _resolve_prompt_line(
     name, suffix = layer.values.get("save_file"), ""
     layer = layer.drop(["save_file"])
     if seed is not None:
-        layer, suffix = layer.add({"base_seed": seed}), f"_s{seed}"
+        layer, suffix = layer.with_values({"base_seed": seed}), f"_s{seed}"
     path = folder / (f"{number:03d}.mp4" if name is None else name)
     path = path.with_stem(f"{path.stem}{suffix}") if path.name else path
     run, error = resolve_line(layer).with_save_file(path), ""
@@ -198,7 +198,7 @@ def _read_prompt_line(number: int, text: str) -> tuple[Layer, list[int | None]]:
     seed = {} if raw.get("seed") is None else {"base_seed": reader("seed", raw.pop("seed"))}
     if isinstance(raw.get("prompt"), list):  # prompts of the clips
         raw = {"clip_prompts" if name == "prompt" else name: value for name, value in raw.items()}
-    return read_layer(raw, source, _LINE_NAMING).add(seed), seeds
+    return read_layer(raw, source, _LINE_NAMING).with_values(seed), seeds
 
 
 def _refuse_overwriting_lines(lines: list[PromptLine], checks_inputs: bool) -> None:

@@ -150,7 +150,7 @@ class Generator:
             flags["convert_model_dtype"] = convert_model_dtype
             layer = read_constructor({**settings, **flags}, PYTHON_NAMING)
             if "precision" not in layer and self.config.param_dtype == torch.float32:
-                layer = layer.add({"precision": "fp32"})
+                layer = layer.with_values({"precision": "fp32"})
             integer(0, 10**6)("`rank`", rank)  # checked only; it has no effect
             options = read_run_options(merge(layer))
             presets = [PRESETS[name] for name in TASKS_OF_KIND[self.kind]]
@@ -424,10 +424,10 @@ class Generator:
         completed = task.complete_settings(self._preset, settings, inputs, defaults.values)
         boundary = self.config.get("boundary")
         if boundary in (None, self._preset.boundary):
-            defaults = defaults.add({"boundary": boundary})
+            defaults = defaults.with_values({"boundary": boundary})
         else:  # the caller has edited the config
             completed["boundary"] = boundary
-        settings = settings.override(Layer("the inputs", PYTHON_NAMING, completed))
+        settings = settings.add_above(Layer("the inputs", PYTHON_NAMING, completed))
         video = resolve_params(setup, settings, inputs.source_size, defaults)
         params = video.params
         for notice in (*video.notices, *make_demo_size_notices(params, setup.checkpoint.folder)):

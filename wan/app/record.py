@@ -69,7 +69,7 @@ def read_lower_layers(*layers: Layer) -> tuple[Layer, ...]:
     free_path = next(
         n for n in candidate_paths if not (n.exists() or n.with_suffix(".json").exists())
     )
-    return record.add({"save_file": free_path}), variables
+    return record.with_values({"save_file": free_path}), variables
 
 
 def _read_record(path: Path, settings: Any) -> Layer:

@@ -5,7 +5,7 @@ All settings are checked here, before torch is imported and before any weight is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
@@ -199,31 +199,42 @@ def resolve_run(settings: Settings, context: ResolveContext) -> Run:
     Raises:
         InputError: A setting is invalid, or settings do not fit together.
     """
-    decodes_only = "decode_latents" in settings
-    chosen = settings.drop(_DENOISING_SETTINGS) if decodes_only else settings
-    options = read_run_options(chosen)
+    if "decode_latents" in settings:
+        return _resolve_decoding(settings, context)
+    options = read_run_options(settings)
     weights = _find_weights(options, context)
-    defaults = read_generation_config(weights.folder if weights.is_written else None)
-    inputs = _read_inputs(chosen, weights.preset, defaults, context)
-    if weights.is_demo and not weights.is_written and not context.plan:
-        _make_demo(chosen, options, weights, inputs, context)
-        weights = replace(weights, is_written=True)
-    checkpoint = _find_checkpoint(weights, options, context)
-    preset = _choose_preset(weights.name, weights.preset, checkpoint)
+    inputs = _read_inputs(settings, weights, context)
+    weights = _prepare_demo(settings, options, weights, inputs, context)
+    checkpoint, preset = _open_checkpoint(weights, options, context)
     defaults = read_generation_config(checkpoint.folder)
-    completed = _complete_settings(chosen, preset, inputs, defaults)
+    task = get_task(preset.kind)
+    values = task.complete_settings(preset, settings, inputs, defaults.values)
+    completed = settings.add_above(Layer("the input files", settings.unset_naming, values))
     setup, notices = make_setup(options, preset, checkpoint, _count_ranks(options, context.plan))
-    inputs = replace(inputs, loras=_choose_video_loras(setup))
-    setup = replace(setup, video_loras=inputs.loras)
-    video = resolve_params(setup, completed, inputs.source_size, defaults, inputs.loras)
+    setup = replace(setup, video_loras=_choose_video_loras(setup))
+    inputs = replace(inputs, loras=setup.video_loras)
+    video = resolve_params(setup, completed, inputs.source_size, defaults)
+    video = replace(video, notices=(*notices, *video.notices))
     check_latents_shape(settings.get("fixed_latents"), video.params.latent_shape)
     if checkpoint.folder is not None:
-        _require_components(checkpoint, preset, inputs, decodes_only)
-    # Notices about the DiT.
-    video = replace(video, notices=() if decodes_only else (*notices, *video.notices))
-    # The record of decoded latents also has the settings of denoising.
-    settings = settings if decodes_only else completed
-    return _make_run(settings, options, weights, inputs, setup, video, defaults, context)
+        components = ("vae", "text_encoder", "tokenizer", *inputs.components)
+        _require_components(checkpoint, preset, components)
+    return _make_run(completed, options, weights, inputs, setup, video, context)
+
+
+def _resolve_decoding(settings: Settings, context: ResolveContext) -> Run:
+    """Resolves a run that decodes latents; settings of denoising are only in its record."""
+    chosen = settings.drop(_DENOISING_SETTINGS)
+    options = read_run_options(chosen)
+    weights = _find_weights(options, context)
+    weights = _prepare_demo(chosen, options, weights, NO_INPUTS, context)
+    checkpoint, preset = _open_checkpoint(weights, options, context)
+    defaults = read_generation_config(checkpoint.folder)
+    completed = _complete_decoding(chosen, preset)
+    setup, _ = make_setup(options, preset, checkpoint, env.world_size())
+    video = replace(resolve_params(setup, completed, None, defaults), notices=())  # about the DiT
+    checkpoint.require("vae")
+    return _make_run(settings, options, weights, NO_INPUTS, setup, video, context)
 
 
 def _count_ranks(options: RunOptions, plan: bool) -> int:
@@ -235,15 +246,6 @@ def _count_ranks(options: RunOptions, plan: bool) -> int:
             remedy = f"give at most {MAX_RANKS}"
             raise InputError(f"The sizes make {world_size} ranks", remedy=remedy)
     return world_size
-
-
-def _choose_preset(name: str, preset: Preset, checkpoint: Checkpoint) -> Preset:
-    """Returns the preset of the task; an alias with a single network is Wan2.1's task."""
-    if name in TASK_ALIASES and checkpoint.experts.keys() == {"dit"}:
-        has_two_images = name == "i2v-14B" and checkpoint.num_clip_vision_images == 2
-        preset = PRESETS["flf2v-14B" if has_two_images else name]
-    check_task(checkpoint, preset)
-    return preset
 
 
 def _find_weights(options: RunOptions, context: ResolveContext) -> Weights:
@@ -265,51 +267,53 @@ def _find_weights(options: RunOptions, context: ResolveContext) -> Weights:
     return Weights(name, preset, folder, is_demo=True, is_written=is_written)
 
 
-def _read_inputs(
-    settings: Settings, preset: Preset, defaults: Layer, context: ResolveContext
-) -> Inputs:
-    if "decode_latents" in settings:
-        return NO_INPUTS
+def _read_inputs(settings: Settings, weights: Weights, context: ResolveContext) -> Inputs:
+    defaults = read_generation_config(weights.folder if weights.is_written else None)
     values = {**defaults.values, **settings}
     if context.require_inputs and not context.plan:
-        check_needed_inputs(preset, values)
-    return get_task(preset.kind).read_inputs(preset, values)
+        check_needed_inputs(weights.preset, values)
+    return get_task(weights.preset.kind).read_inputs(weights.preset, values)
 
 
-def _make_demo(
+def _prepare_demo(
     settings: Settings,
     options: RunOptions,
     weights: Weights,
     inputs: Inputs,
     context: ResolveContext,
-) -> None:
-    """Writes the demo checkpoint, after checking the run with the published sizes."""
+) -> Weights:
+    """Writes a demo checkpoint that does not exist, after checking the run with published sizes."""
+    if not weights.is_demo or weights.is_written or context.plan:
+        return weights
     checkpoint = make_reference_checkpoint(weights.preset, options.files)
     setup, _ = make_setup(options, weights.preset, checkpoint, env.world_size())
     resolve_params(setup, settings, inputs.source_size)
     context.make_demo(weights.preset.task, weights.folder)
+    return replace(weights, is_written=True)
 
 
-def _find_checkpoint(weights: Weights, options: RunOptions, context: ResolveContext) -> Checkpoint:
-    """Inspects the checkpoint; a plan of a demo that does not exist has the published sizes."""
+def _open_checkpoint(
+    weights: Weights, options: RunOptions, context: ResolveContext
+) -> tuple[Checkpoint, Preset]:
+    """Inspects the checkpoint; a plan of a demo that does not exist has the published sizes.
+
+    Returns:
+        The checkpoint, and the preset of its task; an alias with a single network is Wan2.1's.
+    """
+    name, preset = weights.name, weights.preset
     if weights.is_demo and not weights.is_written:
-        return make_reference_checkpoint(weights.preset, options.files)
-    remedy = "give the folder of a checkpoint, or leave it out to try the demo"
-    check_checkpoint_folder(weights.folder, remedy)
-    names = (weights.name, TASK_ALIASES.get(weights.name, ""))
-    candidates = [PRESETS[name] for name in names if name in PRESETS]
-    return context.inspect_folder(weights.folder, options.files, tuple(candidates))
-
-
-def _complete_settings(
-    settings: Settings, preset: Preset, inputs: Inputs, defaults: Layer
-) -> Settings:
-    """Returns the settings with those that follow from the inputs, or from latents to decode."""
-    if "decode_latents" in settings:
-        return _complete_decoding(settings, preset)
-    task = get_task(preset.kind)
-    values = task.complete_settings(preset, settings, inputs, defaults.values)
-    return settings.override(Layer("the input files", settings.unset_naming, values))
+        checkpoint = make_reference_checkpoint(preset, options.files)
+    else:
+        remedy = "give the folder of a checkpoint, or leave it out to try the demo"
+        check_checkpoint_folder(weights.folder, remedy)
+        names = [n for n in (name, TASK_ALIASES.get(name)) if n in PRESETS]
+        candidates = tuple(PRESETS[n] for n in names)
+        checkpoint = context.inspect_folder(weights.folder, options.files, candidates)
+    if name in TASK_ALIASES and checkpoint.experts.keys() == {"dit"}:
+        has_two_images = name == "i2v-14B" and checkpoint.num_clip_vision_images == 2
+        preset = PRESETS["flf2v-14B" if has_two_images else name]
+    check_task(checkpoint, preset)
+    return checkpoint, preset
 
 
 def _complete_decoding(settings: Settings, preset: Preset) -> Settings:
@@ -337,19 +341,15 @@ def _complete_decoding(settings: Settings, preset: Preset) -> Settings:
         remedy = "start it without torchrun, or add `vae_parallel`"
         raise InputError("`decode_latents`", None, why, remedy)
     latents = {n: size for n, size in sizes.items() if n not in settings} | {"recipe": "none"}
-    return settings.override(Layer(str(path), settings.unset_naming, latents))
+    return settings.add_above(Layer(str(path), settings.unset_naming, latents))
 
 
-def _require_components(
-    checkpoint: Checkpoint, preset: Preset, inputs: Inputs, decodes_only: bool
-) -> None:
+def _require_components(checkpoint: Checkpoint, preset: Preset, components: Iterable[str]) -> None:
     """Refuses a checkpoint without a network that the run needs."""
-    components: tuple[str, ...] = ("vae",)
-    if not decodes_only:
-        components = ("vae", "text_encoder", "tokenizer", *inputs.components)
-        components += ("image_encoder",) if preset.num_clip_vision_images else ()
     for component in components:
         checkpoint.require(component)
+    if preset.num_clip_vision_images:
+        checkpoint.require("image_encoder")
 
 
 def make_setup(
@@ -416,10 +416,12 @@ class ResolvedParams:
 
     Attributes:
         settings: The settings with the layers below them: a recipe's and the checkpoint's.
+        defaults: The layer of the checkpoint's generation_config.json.
     """
 
     params: VideoParams
     settings: Settings
+    defaults: Layer
     notices: tuple[str, ...]
 
 
@@ -428,7 +430,6 @@ def resolve_params(
     settings: Settings,
     image_size: tuple[int, int] | None = None,
     defaults: Layer | None = None,
-    video_loras: lora_folder.VideoLoras | None = None,
 ) -> ResolvedParams:
     """Resolves the parameters of a video, and checks them.
 
@@ -439,9 +440,8 @@ def resolve_params(
         settings: Settings; those that do not concern the video are ignored.
         image_size: (width, height) of the first image.
         defaults: The layer below the recipe's.
-        video_loras: LoRAs of this video only.
     """
-    loras = lora_folder.add_video_loras(setup.loras, video_loras or {})
+    loras = lora_folder.add_video_loras(setup.loras, setup.video_loras)
     checkpoint, recipe_name = setup.checkpoint, settings.get("recipe", "auto")
     files = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
     folders = [] if checkpoint.folder is None else [checkpoint.folder]
@@ -449,11 +449,14 @@ def resolve_params(
     paths = [*folders, *sorted(files)]
     recipe_names, values = recipes.choose_recipes(recipe_name, paths, lora_files, setup.preset)
     naming = settings.unset_naming
-    settings = settings.add(Layer(f"recipe {'+'.join(recipe_names)}", naming, values, "default"))
+    settings = settings.add_below(
+        Layer(f"recipe {'+'.join(recipe_names)}", naming, values, "default")
+    )
     if checkpoint.boundary is not None:
         boundary = {"boundary": checkpoint.boundary}
-        settings = settings.add(Layer("the checkpoint", naming, boundary, "default"))
-    settings = settings if defaults is None else settings.add(defaults)
+        settings = settings.add_below(Layer("the checkpoint", naming, boundary, "default"))
+    defaults = defaults or Layer("the checkpoint", naming, {}, "default")
+    settings = settings.add_below(defaults)
     params = make_video_params(setup.preset, settings, image_size)
     recipes.check_svi_loras(params.chain, lora_files)
     lora_notices = lora.iter_lora_notices(loras, setup.preset.kind, bool(recipe_names))
@@ -461,7 +464,7 @@ def resolve_params(
     if "svi-2-pro" not in recipe_names:  # whose own notice is about shorter clips, too
         notices += make_length_notices(setup, params)
     notices = (*notices, *setup.check_params(params, settings))
-    return ResolvedParams(params, settings, notices)
+    return ResolvedParams(params, settings, defaults, notices)
 
 
 def _make_run(
@@ -471,11 +474,10 @@ def _make_run(
     inputs: Inputs,
     setup: Setup,
     video: ResolvedParams,
-    defaults: Layer,
     context: ResolveContext,
 ) -> Run:
     """Makes the run of resolved settings, with its outputs, notices and record."""
-    params, plan = video.params, context.plan
+    params, defaults, plan = video.params, video.defaults, context.plan
     file_name = make_video_file_name(weights.name, params)
     fps = params.task.choose_fps(params, inputs, defaults.values)
     output = build_from_values(Output, {"save_file": Path(file_name), "fps": fps, **settings})

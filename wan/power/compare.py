@@ -103,13 +103,13 @@ def main(argv: Sequence[str]) -> int:
     # Networks are loaded once if they fit.
     options.chooses_offload_mode = "offload_model" not in flags
     if options.chooses_offload_mode:
-        flags = flags.add({"offload_model": True})
+        flags = flags.with_values({"offload_model": True})
     check_folder(options.out.absolute(), "--out", options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     _check_comparison_outputs(options.out)
     save_file = {"save_file": options.out / "baseline.mp4"}
     return launch.execute_run(
-        lambda: flags.add(save_file),
+        lambda: flags.with_values(save_file),
         partial(_run_comparison, options),
         program="wan.power",
     )

@@ -243,7 +243,7 @@ def _resolve_service_run(
     if per_video:
         raise InputError(f"`{per_video[0]}` is about one video", remedy="drop it")
     # The file is never written: each job has its own one.
-    flags = flags.add({"save_file": folder.absolute() / "video.mp4"})
+    flags = flags.with_values({"save_file": folder.absolute() / "video.mp4"})
     return resolve.resolve_settings(flags, resolve.ResolveContext(require_inputs=False)), flags
 
 

@@ -54,7 +54,7 @@ class Layer:
         dropped = {*names}
         return self.select([name for name in self.values if name not in dropped])
 
-    def add(self, values: Mapping[str, Any]) -> Layer:
+    def with_values(self, values: Mapping[str, Any]) -> Layer:
         """Returns the layer with further, or other, checked values."""
         return replace(self, values={**self.values, **values})
 
@@ -107,11 +107,12 @@ class Settings(Mapping[str, Any]):
         """Returns the source of each setting that a layer sets."""
         return {name: layer.source for name, layer in self.origins.items()}
 
-    def add(self, lower: Layer) -> Settings:
+    def add_below(self, lower: Layer) -> Settings:
         """Merges a layer below these settings.
 
         Settings that these ones supersede are dropped: `sample_steps` supersedes the timesteps of a
-        record, a recipe or a shared command line. Settings that need a dropped one go with it.
+        record, a recipe or a shared command line. Settings that need a dropped one, or one that is
+        off now, go with it: with `use_prompt_extend=false`, a record's `prompt_extend_model`.
 
         Raises:
             InputError: A setting has no effect with one of the lower layer.
@@ -134,7 +135,7 @@ class Settings(Mapping[str, Any]):
                 rules.check_rules((rules.SHIFT_OF_RCM_RULE,), merged, None)
         return merged
 
-    def override(self, layer: Layer) -> Settings:
+    def add_above(self, layer: Layer) -> Settings:
         """Returns the settings with those of a layer, which supersede no others."""
         return replace(self, origins={**self.origins, **dict.fromkeys(layer.values, layer)})
 
@@ -202,7 +203,7 @@ def merge(*layers: Layer) -> Settings:
     """
     settings = Settings({}, layers[0].naming)
     for layer in layers:
-        settings = settings.add(layer)
+        settings = settings.add_below(layer)
     with name_settings(settings.naming):
         rules.check_rules(NEEDS_RULES, settings, None)
     return settings
@@ -235,7 +236,7 @@ _LATENTS_SUPERSEDED = [("src_video", "fixed_latents"), ("fixed_latents", "src_vi
 _GUIDER_PARAMETERS = {parameter for row in GUIDERS.values() for parameter in row.parameters}
 _NEED_TWO_BRANCHES = {"guider", "slg_blocks", "slg_start", "slg_stop", *_GUIDER_PARAMETERS}
 _SUPERSEDED_BY_VALUE: dict[str, Iterable[str]] = {
-    **{f"sample_solver={name}": ("ode", "sigma_max") for name in SOLVERS},
+    **{f"sample_solver={name}": ("ode", "sigma_max") for name in SOLVERS if name != "rcm"},
     "sample_solver=rcm": ("sigmas",),
     "step_cache": ("use_attentioncache",),
     "use_attentioncache": ("step_cache",),

@@ -61,7 +61,7 @@ class Preset:
         infer_frames: Frames of a clip of s2v.
         num_clip_vision_images: Number of images that the CLIP vision encoder encodes.
         needs_audio_encoder: Whether the checkpoint contains wav2vec2.
-        has_image_tokens: Whether self-attention also has tokens of an image.
+        has_extra_tokens: Whether self-attention also has tokens of an image.
         has_reference_kv: Whether tokens also attend to those of a reference video, by a second call
             of the kernel whose result is merged by log-sum-exp.
         sample_shift_480p: `sample_shift` at 832*480 and 480*832; None: `sample_shift`.
@@ -98,7 +98,7 @@ class Preset:
     fps: int = 16
     num_clip_vision_images: int = 0
     needs_audio_encoder: bool = False
-    has_image_tokens: bool = False
+    has_extra_tokens: bool = False
     has_reference_kv: bool = False
     negative_prompt: str = NEGATIVE_PROMPT
     sample_shift_480p: float | None = None
@@ -239,7 +239,7 @@ PRESETS = {
             },
             config_json=FIXED_CONFIG,
             needs_audio_encoder=True,
-            has_image_tokens=True,
+            has_extra_tokens=True,
             sample_steps=40,
             sample_shift=3.0,
             sample_guide_scale=(4.5, 4.5),
@@ -254,7 +254,7 @@ PRESETS = {
             folder="Wan2.2-Animate-14B",
             in_dim=36,
             config_json={"model_type": None},
-            has_image_tokens=True,
+            has_extra_tokens=True,
             sample_steps=20,
             sample_shift=5.0,
             sample_guide_scale=(1.0, 1.0),
@@ -272,7 +272,7 @@ PRESETS = {
             folder="Wan2.2-Animate-2-14B",
             in_dim=36,
             config_json={"model_type": None},
-            has_image_tokens=True,
+            has_extra_tokens=True,
             has_reference_kv=True,
             sample_steps=40,
             sample_shift=5.0,

@@ -1,8 +1,8 @@
 """Tables of settings that exclude or need each other or have no effect together.
 
-The texts of a rule are format templates of `s`, the view that its condition reads. They write
-settings in backticks, as in `wan.settings.errors.InputError`, so that each front end can format
-them.
+The conditions of a rule read a mapping of settings, which each table names; `when` and the texts,
+format templates of `s`, read a typed view. Texts write settings in backticks, as in
+`wan.settings.errors.InputError`, so that each front end can format them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wan.settings.video_options import VideoSettings
 Values = Mapping[str, Any]
 """Flag -> value."""
 View = TypeVar("View", contravariant=True)
-"""What conditions and texts read: `TopologyView`, `PipelineView` or `VideoView`."""
+"""What `when` and the texts read: `TopologyView`, `PipelineView` or `VideoView`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,11 @@ USER_SETTING_RULES: tuple[Rule[object], ...] = (
     ),
     SHIFT_OF_RCM_RULE,
 )
-"""Rules for the settings of one layer; see `wan.settings.layers` for those of several."""
+"""Rules for the settings that one layer gives.
+
+Settings that exclude each other in one layer replace each other in different ones
+(`wan.settings.layers`).
+"""
 
 _CHUNKS = "`chunks={s.chunks}`"
 _CHUNKED = (*(f"`comm_type={comm_type}`" for comm_type in CHUNKED_MODES), "`fa_alltoall_overlap`")
@@ -227,7 +231,7 @@ TOPOLOGY_RULES: tuple[Rule[TopologyView], ...] = (
         _CHUNKS,
     ),
 )
-"""Rules for the topology, on the settings that the user set."""
+"""Rules for the topology, on the settings that a layer gives."""
 
 
 def _make_unconverted_rules(
@@ -307,7 +311,7 @@ PIPELINE_RULES: tuple[Rule[PipelineView], ...] = (
         ("use_rainfusion",),
         "masks the tokens of a video, and {s.preset.task} also has tokens of an image",
         "drop it",
-        lambda s: s.preset.has_image_tokens,
+        lambda s: s.preset.has_extra_tokens,
     ),
     Rule(("fa_quant=fp8",), _RETURNS_NO_LSE, "drop it", lambda s: s.preset.has_reference_kv),
     Rule(
@@ -324,7 +328,7 @@ PIPELINE_RULES: tuple[Rule[PipelineView], ...] = (
         lambda s: s.preset.has_reference_kv,
     ),
 )
-"""Rules for the settings of a pipeline."""
+"""Rules for a pipeline, on its complete settings, with defaults."""
 
 GROUPING_RULES: tuple[Rule[PipelineView], ...] = (
     Rule(
@@ -545,4 +549,4 @@ VIDEO_RULES: tuple[Rule[VideoView], ...] = (
         "`refert_num={s.video.refert_num}`",
     ),
 )
-"""Rules for a video, checked once with all settings known."""
+"""Rules for a video, on its complete settings, with defaults, and those of its pipeline."""

@@ -20,10 +20,14 @@ from wan.settings.step_cache import StepCache
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What loads and runs the networks; the settings of the video itself are in `values`.
+    """What loads and runs the networks.
+
+    `Parallel` needs the number of ranks (`resolve_topology`), `VideoParams` the inputs and the
+    checkpoint (`make_video_params`), `Output` the video's name: they are built from the settings
+    later.
 
     Attributes:
-        values: Flag -> value of every setting that a layer sets, for rules about what was chosen.
+        values: Flag -> value of every setting that a layer gives, for rules about what was chosen.
     """
 
     checkpoint: CheckpointOptions
