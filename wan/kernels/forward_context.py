@@ -30,13 +30,13 @@ class StepInfo:
     """The forward pass of an expert in which a call happens and, in self-attention, the call.
 
     Attributes:
-        index: Sampling step, from 0.
+        index: Forward pass of a branch in the complete noise schedule, from 0.
         count: Number of forward passes of a branch in the complete noise schedule.
         branch: "cond" or "uncond", the guidance branch.
         expert: "high_noise", "low_noise" or "dit" (models with a single network).
         grid: Tokens along frame, height and width.
         valid_len: Number of tokens without padding, which follows them.
-        sample: Index in the batch; samples are computed one after the other.
+        sample: Index of the sample, of those that are not computed as a batch.
         layer: Index of the block; None outside the blocks.
         first_head: Global index of the first head that this rank attends with.
         first_row: Global index of this rank's first query row.
