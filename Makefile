@@ -55,9 +55,8 @@ $(VENV)/.run: requirements.txt constraints.txt pyproject.toml | $(VENV)/bin/pyth
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	touch $@
 
-$(VENV)/.dev: requirements-dev.txt benchmarks/mlperf/requirements.txt $(VENV)/.run
+$(VENV)/.dev: requirements-dev.txt $(VENV)/.run
 	$(BIN)/python -m pip install --quiet -c constraints.txt -r requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --no-deps -r benchmarks/mlperf/requirements.txt
 	touch $@
 
 # Without what they depend on: torch-npu itself needs CANN, the NPU's own software.

@@ -2,12 +2,12 @@
 
     python tools/measure_device.py [--ranks 8] [--ckpt_dir DIR] [--minutes 25] [--out DIR]
 
-Four programs run one after the other, each with a time limit: the device check, a quick comparison
-of the communication modes (with two or more ranks), a comparison with diffusers from process start
-to mp4, and a short run of MLPerf's workload. Without --ckpt_dir they use the demo checkpoint; the
-comparison with diffusers always uses random weights of the 1.3B's published sizes. The same command
-does not repeat programs that succeeded. The folder then has report.md, each program's results and
-log, and to_send.zip, which has everything but videos.
+Three programs run one after the other, each with a time limit: the device check, a quick comparison
+of the communication modes (with two or more ranks), and a comparison with diffusers from process
+start to mp4. The second one uses the demo checkpoint without --ckpt_dir; the comparison with
+diffusers always uses random weights of the 1.3B's published sizes. The same command does not repeat
+programs that succeeded. The folder then has report.md, each program's results and log, and
+to_send.zip, which has everything but videos.
 """
 
 from __future__ import annotations
@@ -46,18 +46,16 @@ from wan.utils.files import (
 from wan.utils.text_streams import set_up_text
 
 REPO = Path(__file__).resolve().parent.parent
-_SHARES = {"check": 0.3, "compare": 0.3, "against": 0.25, "mlperf": 0.15}
+_SHARES = {"check": 0.35, "compare": 0.35, "against": 0.3}
 _RESULTS = {
     "check": "check.json",
     "compare": "compare/report.md",
     "against": "against.txt",
-    "mlperf": "mlperf/report.md",
 }
 _TITLES = {
     "check": "Does the device compute correctly?",
     "compare": "Does FA_Power_Cap help here?",
     "against": "From start to mp4, compared with diffusers",
-    "mlperf": "MLPerf's workload, short",
 }
 
 _LOG, _HEADING = "# Log of tools/measure_device.py", "# What was measured"
@@ -108,10 +106,6 @@ def list_stages(ranks: int, checkpoint: Path | None, out: Path) -> list[Stage]:
     against = ["--size", "320*192", "--frames", "9", "--steps", "4", "--cache", "warm"]
     against += ["--rounds", "1", "--json", str(out / "against.json")]
     against += ["--keep", str(out / "weights")]
-    mlperf = ["--small", "--ranks", str(ranks), "--out", str(out / "mlperf")]
-    modes = ["--modes", "0", "1", "2"] if ranks > 1 else []
-    missing = [name for name in ("mlperf_loadgen", "vbench") if find_spec(name) is None]
-    install = "pip install --no-deps -r benchmarks/mlperf/requirements.txt"
     return [
         Stage("check", [*start, "tools/check_device.py", "--json", str(out / "check.json")]),
         Stage(
@@ -123,11 +117,6 @@ def list_stages(ranks: int, checkpoint: Path | None, out: Path) -> list[Stage]:
             "against",
             [*python, "-m", "benchmarks.against", *against],
             "" if find_spec("diffusers") else "diffusers is not installed",
-        ),
-        Stage(
-            "mlperf",
-            [*python, "-m", "benchmarks.mlperf", *mlperf, *modes, "--", "--power", *folder],
-            f"{missing[0]} is not installed ({install})" if missing else "",
         ),
     ]
 
@@ -175,7 +164,7 @@ def write_report(out: Path, state: dict[str, str], ranks: int) -> None:
             lines += ["```", *medians, "```", ""]
         if name == "check" and (log := out / "check.txt").exists():
             lines += ["```", *log.read_text().splitlines()[-40:], "```", ""]
-        if name in ("compare", "mlperf") and result.exists():
+        if name == "compare" and result.exists():
             report_lines = result.read_text().replace("](", f"]({name}/").splitlines()
             lines += [f"#{line}" if line.startswith("#") else line for line in report_lines] + [""]
     lines += ["## What to send", "", "to_send.zip has all of this but the videos.", ""]

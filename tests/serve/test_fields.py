@@ -167,8 +167,6 @@ async def test_other_routes_refuse_unknown_values(jobs: Jobs) -> None:
         "variant": (f"/v1/videos/{name}/content?variant=sound", None, 400),
         "not done": (f"/v1/videos/{name}/content", None, 404),
         "more than a prompt": (f"/v1/videos/{name}/remix", prompt | {"seed": 1}, 400),
-        "response": ("/v1/videos/generations", prompt | {"response_format": "url"}, 400),
-        "output": ("/v1/videos/generations", prompt | {"output_format": "avi"}, 400),
         "limit twice": ("/v1/videos?limit=1&limit=2", None, 400),
         "index twice": (f"/v1/videos/{name}/content?index=0&index=1", None, 400),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import random
 import re
@@ -80,12 +79,12 @@ async def test_a_disconnect_cancels_unless_another_client_has_the_id(
     """Another client may have created the job with the same key on another route."""
     monkeypatch.setattr(waiters, "REJOIN", 0.0)
 
-    async def leave_after(route: str, creates: str) -> str | None:
-        jobs = Jobs(tmp_path / f"{route}-{creates}")
+    async def leave_after(creates: str) -> str | None:
+        jobs = Jobs(tmp_path / f"jobs-{creates}")
         key: dict[str, Any] = {"Idempotency_Key": "k"} if creates else {}
         if creates == "before":
             await jobs.create(**key)
-        name, disconnected, task = await begin_request(jobs, f"/v1/videos/{route}", **key)
+        name, disconnected, task = await begin_request(jobs, "/v1/videos/sync", **key)
         if creates == "after":
             assert await jobs.create(**key) == name
         disconnected.set()
@@ -95,12 +94,11 @@ async def test_a_disconnect_cancels_unless_another_client_has_the_id(
         await run_due_timers()
         return jobs.get_state(name)
 
-    cases = [
-        (route, creates) for route in ("sync", "generations") for creates in ("", "before", "after")
-    ]
-    states = await asyncio.gather(*[leave_after(*case) for case in cases])
-    expected = {case: "queued" if case[1] else "deleted" for case in cases}
-    assert dict(zip(cases, states, strict=True)) == expected
+    cases = ("", "before", "after")
+    states = await asyncio.gather(*map(leave_after, cases))
+    assert dict(zip(cases, states, strict=True)) == {
+        case: "queued" if case else "deleted" for case in cases
+    }
 
 
 GRACES: dict[str, tuple[tuple[float | None, ...], list[str]]] = {
@@ -131,19 +129,6 @@ async def test_each_disconnect_has_its_own_grace(
 
 
 async def test_who_waits_gets_the_video_until_the_service_stops(jobs: Jobs) -> None:
-    name, _, task = await begin_request(jobs, "/v1/videos/generations")
-    jobs.complete(name)
-    status, _, answer = await task
-    content = base64.b64encode(b"video").decode()
-    assert (status, answer) == (200, {"video_id": name, "video_bytes": content})
-    by_path = {"response_format": "video_path"}
-    name, _, task = await begin_request(jobs, "/v1/videos/generations", by_path)
-    jobs.complete(name)
-    path = str(jobs.folder / "jobs" / name / "video.mp4")
-    assert (await task)[2] == {"video_id": name, "video_path": path}
-    _, _, video = await jobs.request(f"/v1/videos/{name}")
-    expected = {"file_name": f"{name}.mp4", "media_type": "video/mp4", "quality": "default"}
-    assert {key: video[key] for key in expected} == expected
     name, _, task = await begin_request(jobs, "/v1/videos/sync")
     jobs.complete(name, 2.5, record=RECORD)
     status, headers, answer = await task
@@ -151,6 +136,9 @@ async def test_who_waits_gets_the_video_until_the_service_stops(jobs: Jobs) -> N
     expected |= {"x-stage-durations": json.dumps(RECORD["seconds"]), "x-peak-memory-mb": "5.0"}
     assert (status, answer) == (200, b"video")
     assert {key: headers[key] for key in expected} == expected
+    _, _, video = await jobs.request(f"/v1/videos/{name}")
+    expected = {"file_name": f"{name}.mp4", "media_type": "video/mp4", "quality": "default"}
+    assert {key: video[key] for key in expected} == expected
     name, _, task = await begin_request(jobs, "/v1/videos/sync")
     jobs.service.begin_stop()
     for answering in (task, jobs.request("/v1/videos", {"prompt": PROMPT})):
@@ -341,7 +329,7 @@ async def test_a_prompt_is_required(jobs: Jobs) -> None:
     bodies: list[Any] = [b"", {}, {"seed": 3}]
     bodies += [{"prompt": x} for x in ("", " \n\u200b", None, [], ["a", ""])]
     name, wrong = await jobs.create(), []
-    for route in ("", "/sync", "/generations", f"/{name}/remix"):
+    for route in ("", "/sync", f"/{name}/remix"):
         for body in bodies:
             status, _, answer = await jobs.request(f"/v1/videos{route}", body)
             if (status, answer["error"]["param"]) != (400, "prompt"):

@@ -183,7 +183,7 @@ async def test_the_description_of_the_routes(jobs: Jobs) -> None:
                 assert status != 405 and "200" in operation["responses"]
     served = Routes(jobs.service, Metrics()).list_routes()
     assert described == {(method, route.path) for route in served for method in route.methods or ()}
-    assert described >= {("HEAD", "/health"), ("POST", "/v1/videos/generations"), ("GET", "/")}
+    assert described >= {("HEAD", "/health"), ("POST", "/v1/videos/sync"), ("GET", "/")}
     assert len(names) == len({*names}) >= 8
     video = (await jobs.request(f"/v1/videos/{await jobs.create()}"))[2]
     async with asyncio.timeout(60):  # the events of a waiting video have no end

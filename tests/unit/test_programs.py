@@ -285,7 +285,6 @@ def hide_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("examples/xfuser_program.py", "xfuser"),
         ("benchmarks/residency.py", "gguf"),
-        ("benchmarks/mlperf/driver.py", "mlperf_loadgen"),
         ("benchmarks/service.py", "openai"),
     ],
 )

@@ -43,7 +43,6 @@ _INSTALL_COMMANDS = {  # package of some programs only -> how to install it
     "gguf": "pip install -r requirements-dev.txt",
     "lycoris": "pip install -r requirements-dev.txt",
     "matplotlib": "pip install -r requirements-power.txt",
-    "mlperf_loadgen": "pip install --no-deps -r benchmarks/mlperf/requirements.txt",
     "openai": "pip install -r requirements-dev.txt",
     "peft": "pip install -r requirements-dev.txt",
     "ray": 'pip install "ray[serve]"',

@@ -110,7 +110,7 @@ API_FIELDS = {
         "", (), "is not allowed", "the video is fetched from /v1/videos/{id}/content"
     ),
 }
-"""Fields of OpenAI's, vllm-omni's, SGLang's and MLPerf's APIs that are no setting's name."""
+"""Fields of OpenAI's, vllm-omni's and SGLang's APIs that are no setting's name."""
 FIELD_TO_SETTING = {key: field.setting for key, field in API_FIELDS.items() if field.setting}
 """Field name of another API -> setting."""
 LORAS = ("video_lora", *(k for k, name in FIELD_TO_SETTING.items() if name == "video_lora"))

@@ -129,13 +129,8 @@ def _list_bodies(request: RequestSchema) -> dict[str, Schema]:
     """Returns the schemas of requests."""
     video = request.make_object_schema()
     remix = {name: request.properties[name] for name in ("prompt", "webhook_url")}
-    forms = {
-        "response_format": {"enum": ["video_bytes", "video_path"], "default": "video_bytes"},
-        "output_format": {"enum": ["mp4", "auto"]},
-    }
     return {
         "VideoRequest": video,
-        "GenerationRequest": video | {"properties": request.properties | forms},
         "RemixRequest": {
             "type": "object",
             "properties": remix,
@@ -162,11 +157,6 @@ def _list_components() -> dict[str, Schema]:
         "DeletedVideo": _make_object(
             {"id": _TEXT, "object": {"const": "video.deleted"}, "deleted": {"const": True}}
         ),
-        "Generation": {
-            "type": "object",
-            "properties": {"video_id": _TEXT, "video_bytes": _TEXT, "video_path": _TEXT},
-            "required": ["video_id"],
-        },
         "Models": _make_list(_make_object({"id": _TEXT, "object": {"const": "model"}})),
         "Loras": _make_list(_make_object({"name": _TEXT})),
         "Health": _make_object(

@@ -97,10 +97,6 @@ OPERATIONS = (
         "POST", "/v1/videos/sync", "createVideoAndWait", "Wait for a video", "video/mp4",
         (*_CREATION_ERRORS, "500"), "VideoRequest", (_KEY,),
     ),
-    Operation(
-        "POST", "/v1/videos/generations", "generateVideo", "Wait for a video, as in MLPerf",
-        "Generation", (*_CREATION_ERRORS, "410", "500"), "GenerationRequest", (_KEY,),
-    ),
     Operation("GET", "/v1/videos/{id}", "getVideo", "Return a video", "Video", ("404",)),
     Operation(
         "DELETE", "/v1/videos/{id}", "deleteVideo", "Delete a video, or cancel it",

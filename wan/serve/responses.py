@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import re
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from typing import Any, BinaryIO, TypeVar
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from wan.serve.journal import ServiceJob
@@ -23,8 +22,6 @@ from wan.settings.errors import InputError, escape_controls
 from wan.utils.log import logger
 
 T = TypeVar("T")
-
-_PIECE = 262_144  # bytes that are encoded at once
 
 
 def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
@@ -160,42 +157,6 @@ async def wait_while_connected(request: Request, work: Coroutine[Any, Any, T]) -
     finally:
         for task in tasks:
             task.cancel()
-
-
-def make_base64_response(
-    fields: Mapping[str, str], name: str, size: int, content: AsyncIterator[bytes]
-) -> Response:
-    """Returns a JSON object with a file in base64 as its last field, which is sent in pieces.
-
-    Args:
-        fields: The other fields, at least one.
-        name: The field of the file.
-        size: Bytes of the file.
-        content: The file.
-    """
-    head, end = f'{json.dumps(fields)[:-1]},"{name}":"'.encode(), b'"}'
-
-    async def iter_pieces() -> AsyncIterator[bytes]:
-        yield head
-        remainder = b""
-        async for part in content:
-            for start in range(0, len(part), _PIECE):
-                remainder += part[start : start + _PIECE]
-                count = len(remainder) // 3 * 3
-                yield base64.b64encode(remainder[:count])
-                remainder = remainder[count:]
-        yield base64.b64encode(remainder) + end
-
-    length = len(head) + 4 * -(-size // 3) + len(end)
-    headers = {"content-length": str(length)}
-    return StreamingResponse(iter_pieces(), headers=headers, media_type="application/json")
-
-
-async def iter_file(file: BinaryIO) -> AsyncIterator[bytes]:
-    """Yields the content of a file, which is read in threads, and closes it."""
-    with file:
-        while part := await asyncio.to_thread(file.read, 4 * _PIECE):
-            yield part
 
 
 def make_gone_error(why: str) -> RefusedError:

@@ -1,4 +1,4 @@
-"""HTTP routes: the video APIs of OpenAI, vllm-omni and MLPerf, health, and metrics."""
+"""HTTP routes: the video APIs of OpenAI and vllm-omni, health, and metrics."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ from wan.serve.needed_fields import check_needed_fields
 from wan.serve.operations import OPERATIONS
 from wan.serve.repeats import RefusedError, hash_request
 from wan.serve.responses import (
-    iter_file,
-    make_base64_response,
     make_file_name,
     make_gone_error,
     make_video_object,
@@ -37,7 +35,7 @@ from wan.serve.responses import (
 )
 from wan.serve.service import Service
 from wan.serve.store import Store
-from wan.serve.stored_files import iter_stored_file, make_stored_response
+from wan.serve.stored_files import make_stored_response
 from wan.serve.webhook_hosts import read_url
 from wan.settings.values import format_value, integer
 
@@ -63,7 +61,6 @@ class Routes:
         handlers = page_routes.make_page_handlers(self._service) | {
             "createVideo": self.create,
             "createVideoAndWait": self.sync,
-            "generateVideo": self.generations,
             "listVideos": self.list,
             "getVideo": self.retrieve,
             "deleteVideo": self.delete,
@@ -277,39 +274,6 @@ class Routes:
         }
         path = self._service.files.video_path(job)
         return await self._send_file(request, job, path, "video/mp4", headers)
-
-    async def generations(self, request: Request) -> Response:
-        """Answers MLPerf's request with exactly two keys."""
-        body = await read_body(request)
-        form = body.pop("response_format", "video_bytes")
-        if form not in ("video_path", "video_bytes"):
-            message = "response_format must be video_path or video_bytes."
-            raise RefusedError(message, param="response_format")
-        if body.pop("output_format", "mp4") not in ("mp4", "auto"):
-            raise RefusedError("output_format must be mp4 or auto.", param="output_format")
-        job = await self._wait_for_job(request, *await self._create_job(request, body, 1))
-        path = self._service.files.video_path(job)
-        if job.store_state == "stored":
-            return await self._send_stored_generation(job, form)
-        self._stat_file(job, path)
-        if form == "video_path":
-            return JSONResponse({"video_id": job.id, "video_path": str(path.absolute())})
-        try:
-            file = path.open("rb")
-        except OSError as error:
-            raise make_gone_error("is gone") from error
-        size, content = os.fstat(file.fileno()).st_size, iter_file(file)
-        return make_base64_response({"video_id": job.id}, "video_bytes", size, content)
-
-    async def _send_stored_generation(self, job: ServiceJob, form: str) -> Response:
-        """Answers MLPerf's request for a video that is in the store."""
-        store = self._get_store()
-        if form == "video_path":
-            return JSONResponse(
-                {"video_id": job.id, "video_path": store.make_url(job.id, "video.mp4")}
-            )
-        size, content = await iter_stored_file(store, job.id, "video.mp4")
-        return make_base64_response({"video_id": job.id}, "video_bytes", size, content)
 
     async def models(self, _: Request) -> Response:
         model = {"object": "model", "owned_by": "wan", "created": 0}

@@ -146,11 +146,6 @@ class Store:
                 raise StoreError("a file is shorter than it was")
             yield content
 
-    def make_url(self, job_id: str, name: str) -> str:
-        """Returns the address of a file of a job, without a password."""
-        url = self._files.unstrip_protocol(self._make_path(job_id, name))
-        return _hide_password(url)
-
     def _make_error(self, why: str, remedy: str) -> InputError:
         return InputError(f"--store {format_value(self.name)}", None, why, remedy)
 

@@ -95,14 +95,6 @@ def _make_part_head(boundary: str, media_type: str, start: int, end: int, size: 
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-async def iter_stored_file(
-    store: Store, job_id: str, name: str
-) -> tuple[int, AsyncIterator[bytes]]:
-    """Returns size and content of a file of a job; raises as `make_stored_response`."""
-    size = await _get_size(store, job_id, name)
-    return size, store.read(job_id, name, 0, size)
-
-
 async def _get_size(store: Store, job_id: str, name: str) -> int:
     try:
         size = await store.get_size(job_id, name)
