@@ -42,14 +42,14 @@ import diffusers
 import numpy as np
 import torch
 
-from benchmarks.common import CPU, compute_ratios, read_earlier_runs, results_file, write_json
-from benchmarks.residency import draw_parameters
-from tools.safetensors_stream import stream_safetensors
+from benchmarks.common import add_json_option, compute_ratios, read_earlier_runs, write_json
+from benchmarks.random_weights import save_network
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
 from wan.modules import t5
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer, read_frame_num, read_size, real
+from wan.testing.measuring import CPU
 from wan.testing.random_checkpoint import VAE_22, train_tokenizer, write_tokenizer
 from wan.testing.random_checkpoint import write_json as write_object
 from wan.utils.files import write_folder
@@ -153,17 +153,14 @@ def write_diffusers_checkpoint(task: str, folder: Path) -> None:
             "vae": (diffusers.AutoencoderKLWan(**vae), torch.float32, "no layers"),
         }
     for name, (network, dtype, layer) in networks.items():
-        form = {key: (dtype, tuple(x.shape)) for key, x in network.named_parameters()}
-        values = ((key, x.to(dtype)) for key, x in draw_parameters(network, layer, len(form)))
         (folder / name).mkdir()
         if name == "text_encoder":
             network.config.save_pretrained(folder / name)
-            stream_safetensors(folder / name / "model.safetensors", form, values, name)
+            file = "model.safetensors"
         else:
             network.save_config(folder / name)
-            stream_safetensors(
-                folder / name / "diffusion_pytorch_model.safetensors", form, values, name
-            )
+            file = "diffusion_pytorch_model.safetensors"
+        save_network(network, folder / name / file, layer, dtype)
     write_tokenizer(folder / "tokenizer", train_tokenizer())
     scheduler: Any = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
@@ -315,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--keep", type=Path, help="folder that keeps the written checkpoint for later runs"
     )
-    parser.add_argument("--json", type=results_file)
+    add_json_option(parser)
     options = parser.parse_args(arguments, argparse.Namespace(given=extra_flags))
     read_size("--size", options.size)
     if options.folder is None and options.task not in SIZES:

@@ -27,11 +27,12 @@ from typing import Any
 
 from benchmarks import attention_runs, common
 from benchmarks.attention_runs import Size
-from benchmarks.common import CPU, run_on_ranks, take_slowest_rank
+from benchmarks.common import run_on_ranks, take_slowest_rank
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
 from wan.settings.attention_modes import MODES
 from wan.settings.values import integer
+from wan.testing.measuring import CPU
 
 Record = dict[str, Any]
 Figures = Mapping[str, float]
@@ -218,7 +219,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--repeats", type=make_argument_type(integer(1, 10_000)), default=5, help="timed rounds"
     )
-    parser.add_argument("--json", type=common.results_file)
+    common.add_json_option(parser)
     options = parser.parse_args(argv)
     options.size = Size(options.heads, options.head_dim, options.tokens, options.repeats)
     options.block = replace(options.size, heads=options.block_heads, tokens=options.tokens // 2)

@@ -22,8 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from benchmarks import common
-from benchmarks.common import CPU, time_interleaved
 from wan.distributed.ring import RING_TYPES, Ring
 from wan.distributed.ulysses import Group, to_process_group
 from wan.kernels.sdpa import SdpaKernel
@@ -33,6 +31,8 @@ from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import make_rope_table
 from wan.settings.attention_modes import MODES, OVERLAP, Mode, list_head_ranges
 from wan.settings.parallel import EXCHANGES
+from wan.testing import measuring
+from wan.testing.measuring import CPU, time_interleaved
 from wan.utils.torch_private import use_private_compiler_cache
 
 TEXT = 512
@@ -49,7 +49,7 @@ class Size:
     rounds: int
 
 
-def measure_added_memory(run: common.Run, q: Tensor) -> float:
+def measure_added_memory(run: measuring.Work, q: Tensor) -> float:
     """Returns the peak memory that a run adds to the memory before it, in units of q's bytes.
 
     Sums the CPU allocator's events: every tensor of the layer, of the kernel's scratch and of
@@ -59,7 +59,7 @@ def measure_added_memory(run: common.Run, q: Tensor) -> float:
     """
     dist.barrier()
     with delay_exchanges(0.0, pause=0.02):
-        return common.measure_peak_bytes(run, CPU) / q.nbytes
+        return measuring.measure_peak_bytes(run, CPU) / q.nbytes
 
 
 def measure_exchange_memory(q: Tensor) -> float:
@@ -146,17 +146,17 @@ def run_overlap(size: Size, share: float) -> dict[str, Any]:
     in_order()
     dist.barrier()
     num_exchanges = 4 * count_chunks(size, OVERLAP)
-    delay = torch.tensor(share * common.measure_seconds(in_order, CPU) / num_exchanges)
+    delay = torch.tensor(share * measuring.measure_seconds(in_order, CPU) / num_exchanges)
     dist.broadcast(delay, 0)
 
-    def slowed(run: common.Run) -> common.Run:
+    def slowed(run: measuring.Work) -> measuring.Work:
         def slow() -> None:
             with delay_exchanges(delay.item()):
                 run()
 
         return slow
 
-    runs: dict[str, common.Run] = {
+    runs: dict[str, measuring.Work] = {
         "in order": in_order,
         "in order, slow link": slowed(in_order),
         "overlap": pipelined,
@@ -213,7 +213,7 @@ def make_block(
 def run_scaling(size: Size) -> dict[str, Any]:
     """Times one block on rank 0 while the other ranks wait, and on all ranks."""
     ranks, single = dist.get_world_size(), make_single_rank_group()
-    runs: dict[str, common.Run] = {}
+    runs: dict[str, measuring.Work] = {}
     for mode in (0, 1):
         module, run = make_block(size, make_attention_layer(mode), ranks)
         runs[f"mode {mode}"] = partial(run, module)
@@ -224,7 +224,7 @@ def run_scaling(size: Size) -> dict[str, Any]:
 
 def run_exchanges(size: Size) -> dict[str, Any]:
     """Times self-attention with its projections, with one fused exchange and with three."""
-    runs: dict[str, common.Run] = {}
+    runs: dict[str, measuring.Work] = {}
     for mode in MODES:
         for exchange in EXCHANGES:
             module, _ = make_block(
@@ -258,7 +258,7 @@ BANDWIDTH = patch("torch.utils._runtime_estimation.get_gpu_dram_gbps", lambda: 1
 
 def compile_block(
     module: WanAttentionBlock, run: Forward, **options: Any
-) -> tuple[common.Run, Tensor, str]:
+) -> tuple[measuring.Work, Tensor, str]:
     """Compiles a block; returns its call, its result, and the call order in its code."""
     use_private_compiler_cache()
     fast = torch.compile(module, fullgraph=True)
@@ -275,7 +275,7 @@ def run_compiled_block(size: Size) -> dict[str, Any]:
     for name in list(blocks)[1:]:
         *_, orders[f"{name}, hoisting"] = compile_block(*blocks[name], **HOISTING)
     torch._dynamo.reset()
-    runs: dict[str, common.Run] = {}
+    runs: dict[str, measuring.Work] = {}
     distance: dict[str, float] = {}
     for name, (module, run) in blocks.items():
         fast, result, orders[name] = compile_block(module, run)

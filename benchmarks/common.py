@@ -1,7 +1,4 @@
-"""Helpers of the benchmark programs: processes for ranks, ratios, environment, results files.
-
-`tools.measuring` measures time and memory.
-"""
+"""Helpers of the benchmark programs: processes for ranks, ratios, environment, results files."""
 
 from __future__ import annotations
 
@@ -24,20 +21,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from tools.measuring import CPU as CPU
-from tools.measuring import Call as Call
-from tools.measuring import RecordProducts as RecordProducts
-from tools.measuring import Run as Run
-from tools.measuring import Times as Times
-from tools.measuring import measure_peak_bytes as measure_peak_bytes
-from tools.measuring import measure_seconds as measure_seconds
-from tools.measuring import replay_calls as replay_calls
-from tools.measuring import synchronize as synchronize
-from tools.measuring import time_interleaved as time_interleaved
 from wan.app.programs import make_argument_type, make_output_path_type
 from wan.checkpoint.headers import read_json
 from wan.settings.errors import InputError
 from wan.settings.values import format_value, integer
+from wan.testing.measuring import Times
 from wan.utils import system
 from wan.utils.files import make_json_kind, write_output
 
@@ -49,8 +37,15 @@ while os.getppid() == parent:
         pass
 """
 RESULTS = make_json_kind("the results of a benchmark", "environment", "results")
-results_file = make_output_path_type(RESULTS)
-"""The `type` of `--json`."""
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --json, the file for `write_json`."""
+    parser.add_argument(
+        "--json",
+        type=make_output_path_type(RESULTS),
+        help="file for the results of every round; docs/results keeps only summaries",
+    )
 
 
 @contextmanager

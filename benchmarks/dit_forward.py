@@ -43,6 +43,7 @@ from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.settings.numerics import keeps_fp32
 from wan.settings.values import integer
+from wan.testing import measuring
 from wan.utils import system
 from wan.utils.torch_private import use_private_compiler_cache
 
@@ -131,7 +132,7 @@ class Bench:
         model.rope.to(self.device)
         return model.eval()
 
-    def make_forwards(self) -> dict[str, common.Run]:
+    def make_forwards(self) -> dict[str, measuring.Work]:
         """Returns each model's forward of the same input to a [C,F,H,W] output."""
         with self.device:
             weights = self.make_model().state_dict()
@@ -147,7 +148,7 @@ class Bench:
         for block in compiled.blocks:
             block.compile(fullgraph=True)
 
-        def run(model: WanModel) -> common.Run:
+        def run(model: WanModel) -> measuring.Work:
             return lambda: model([latent], t, [context], math.prod(self.case.grid))[0]
 
         return {
@@ -167,23 +168,25 @@ def measure_forwards(bench: Bench, rounds: int, rows: Sequence[str] = ROWS) -> d
     graphs, first = {}, {}
     for name in ("ours", "compiled"):  # the other models warm up in the memory measurement
         counters.clear()
-        first[name] = common.measure_seconds(forwards[name], bench.device)
+        first[name] = measuring.measure_seconds(forwards[name], bench.device)
         graphs[name] = counters["stats"]["unique_graphs"]
     forwards["ours, text cache"]()
-    peaks = {name: common.measure_peak_bytes(run, bench.device) for name, run in forwards.items()}
+    peaks = {
+        name: measuring.measure_peak_bytes(run, bench.device) for name, run in forwards.items()
+    }
     outputs = {name: run().float() for name, run in forwards.items()}
-    with common.RecordProducts() as record:
+    with measuring.RecordProducts() as record:
         forwards["plain"]()
 
     side, count = (2048, 5) if bench.device.type == "cpu" else (8192, 50)
     a, b = bench.randn(side, side), bench.randn(side, side)
-    alone: dict[str, common.Run] = {
-        "linear": lambda: common.replay_calls(record.linear),
-        "attention": lambda: common.replay_calls(record.attention),
-        "matmul": lambda: common.replay_calls([(torch.mm, (a, b))] * count),
+    alone: dict[str, measuring.Work] = {
+        "linear": lambda: measuring.replay_calls(record.linear),
+        "attention": lambda: measuring.replay_calls(record.attention),
+        "matmul": lambda: measuring.replay_calls([(torch.mm, (a, b))] * count),
     }
     chosen = {name: forwards[name] for name in rows}
-    times = common.time_interleaved({**chosen, **alone}, rounds, bench.device)
+    times = measuring.time_interleaved({**chosen, **alone}, rounds, bench.device)
     times["products"] = [sum(x) for x in zip(times["linear"], times["attention"], strict=True)]
     return {
         "case": asdict(bench.case),
@@ -286,7 +289,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]
         default=0,
         help="processes that keep one core each busy (0)",
     )
-    parser.add_argument("--json", type=common.results_file)
+    common.add_json_option(parser)
     options = parser.parse_args(argv)
     changes = {k: v for k in ("heads", "ffn", "layers", "grid") if (v := getattr(options, k))}
     options.dtype = options.dtype or (["bf16"] if options.gpu_case else list(DTYPES))

@@ -53,6 +53,7 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.settings.attention_modes import MODES, OVERLAP, Mode, count_heads_per_chunk
 from wan.settings.parallel import EXCHANGES
 from wan.settings.values import integer, real
+from wan.testing import measuring
 from wan.utils import trace
 from wan.utils.files import check_output
 
@@ -190,7 +191,7 @@ def run_rank(job: dict[str, Any]) -> None:
     with torch.inference_mode():
         runs["attention"] = partial(attention, *gathered)
         runs["exchange"] = partial(FAPowerCapAttention(comm_type=0, kernel=NoAttention()), *qkv)
-        times = common.time_interleaved(runs, job["rounds"] or 10)
+        times = measuring.time_interleaved(runs, job["rounds"] or 10)
         for name in job["traced"]:
             trace_layer(name, Path(job["out"]), tokens, heads, qkv)
     times_by_rank: list[Any] = [None] * ranks
@@ -338,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("limited_link"), help="folder of the traces (limited_link)"
     )
-    parser.add_argument("--json", type=common.results_file)
+    common.add_json_option(parser)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.job:
@@ -351,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with create_namespaces(options.ranks) as (names, switch):
         share_one_link(names, switch)
         rows = measure_rates(names, switch, options)
-    common.write_json(options.json, common.CPU, rows)
+    common.write_json(options.json, measuring.CPU, rows)
     folders = [
         str(path.parent) for path in sorted(options.out.glob(f"*/{make_trace_path(Path(), 0)}"))
     ]

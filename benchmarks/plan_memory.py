@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import wave
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,9 +32,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import results_file, write_json
-from tools import make_character
-from tools.make_sound import write_wav
+from benchmarks.common import add_json_option, write_json
 from wan.app import flag_parser as flags
 from wan.app.flag_parser import Parser
 from wan.app.programs import run_program
@@ -106,13 +105,13 @@ class Case:
         if self.image:
             Image.new("RGB", (512, 512)).save(folder / "image.png")
             argv += ["--image", str(folder / "image.png")]
-        if self.task == "s2v-14B":
-            argv += ["--audio", str(write_wav(folder / "voice.wav", 1.7))]  # two clips of 16 frames
+        if self.task == "s2v-14B":  # two clips of 16 frames
+            argv += [
+                "--audio",
+                str(write_tone(folder / "voice.wav", 1.7)),
+            ]
         if self.task == "animate-14B":  # two clips of 13 frames
-            animate_folder = folder / "moves"
-            if not animate_folder.is_dir():
-                make_character.write_character_folder(animate_folder, (512, 512), 20)
-            argv += ["--src_root_path", str(animate_folder)]
+            argv += ["--src_root_path", str(write_animate_folder(folder / "moves", 20))]
         if self.task == "vace-1.3B":
             for name in ("video", "mask"):
                 path = folder / f"{name}.mp4"
@@ -120,6 +119,26 @@ class Case:
                     write_video(torch.zeros(3, 17, 512, 512), Output(path, fps=16))
                 argv += [f"--src_{name}", str(path)]
         return [*argv, *self.flags]
+
+
+def write_tone(path: Path, seconds: float) -> Path:
+    """Writes a wav of one tone, and returns its path."""
+    samples = 8000 * torch.sin(torch.arange(int(16_000 * seconds)) * 0.1)
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        file.writeframes(samples.short().numpy().tobytes())
+    return path
+
+
+def write_animate_folder(folder: Path, frames: int) -> Path:
+    """Writes black inputs of animate-14B, 512*512 pixels, unless they exist."""
+    if not folder.is_dir():
+        folder.mkdir()
+        Image.new("RGB", (512, 512)).save(folder / "src_ref.png")
+        for name in ("pose", "face", "bg", "mask"):
+            video = torch.full((3, frames, 512, 512), -1.0)
+            write_video(video, Output(folder / f"src_{name}.mp4", fps=30))
+    return folder
 
 
 def make_rank_flags(ring: int, ulysses: int) -> tuple[str, ...]:
@@ -375,7 +394,7 @@ def compare_case(case: Case, folder: Path) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="run only cases whose name contains this text")
-    parser.add_argument("--json", type=results_file)
+    add_json_option(parser)
     options = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     print("case, stage: planned MB, measured MB, ratio, RssAnon MB")

@@ -145,7 +145,7 @@ def measure_block(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=common.results_file, help="JSON file for the results")
+    common.add_json_option(parser)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=make_argument_type(integer(1, 1_000_000)), default=147_600)
     parser.add_argument("--heads", type=make_argument_type(integer(1, 1000)), default=10)

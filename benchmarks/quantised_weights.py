@@ -46,6 +46,7 @@ from wan.settings.numerics import keeps_fp32
 from wan.settings.presets import PRESETS, Preset
 from wan.settings.values import integer, read_size
 from wan.tasks.base import DenoiseInputs
+from wan.testing import measuring
 from wan.utils import system
 
 MODELS = {"1.3B": "t2v-1.3B", "5B": "ti2v-5B"}
@@ -140,7 +141,7 @@ def count_block_bytes(network: WanModel) -> int:
     return len(network.blocks) * sum(tensor.nbytes for tensor in tensors)
 
 
-def make_step(network: WanModel, grid: tuple[int, int, int]) -> common.Run:
+def make_step(network: WanModel, grid: tuple[int, int, int]) -> measuring.Work:
     """Returns a function that computes both guidance branches of a step."""
     frames, height, width = grid
     latents = torch.randn(network.in_dim, frames, 2 * height, 2 * width)
@@ -173,7 +174,7 @@ def measure_variants(
     networks = {
         name: make_network(preset, num_layers, name, weights, dequantizer) for name in variants
     }
-    seconds = common.time_interleaved(
+    seconds = measuring.time_interleaved(
         {name: make_step(network, grid) for name, network in networks.items()}, rounds
     )
     return {
@@ -217,7 +218,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tuple
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--rounds", type=positive, default=5, help="interleaved rounds (5)")
     parser.add_argument("--eager", action="store_true", help="do not compile the dequantizing")
-    parser.add_argument("--json", type=common.results_file)
+    common.add_json_option(parser)
     options = parser.parse_args(argv)
     preset = PRESETS[MODELS[options.model]]
     if options.tokens:
@@ -235,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     layers = options.layers or preset.num_layers
     record = measure_variants(preset, layers, grid, variants, options.rounds, options.eager)
     print_record(record)
-    common.write_json(options.json, common.CPU, [record])
+    common.write_json(options.json, measuring.CPU, [record])
 
 
 if __name__ == "__main__":

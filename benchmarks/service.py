@@ -29,19 +29,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import CPU, results_file, run_on_ranks, write_json
-from tests.dist import GENERATE, TORCHRUN
-from tests.serve.serving import PROMPT, ServiceProcess
+from benchmarks.common import add_json_option, run_on_ranks, write_json
+from benchmarks.service_process import PROMPT, REPO, LocalService
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
 from wan.settings.values import integer
+from wan.testing.measuring import CPU
 
 _VIDEO = {"prompt": PROMPT, "frame_num": 17, "sample_steps": 8}
 
 
 def measure_overhead(rounds: int, videos: int, work: Path) -> list[dict[str, float]]:
     """Returns the seconds of a video in the service and from a prompt file, for each round."""
-    served, seconds_by_round = ServiceProcess(work / "jobs"), []
+    served, seconds_by_round = LocalService(work / "jobs"), []
     try:
         for number in range(rounds):
             ways = {
@@ -55,7 +55,7 @@ def measure_overhead(rounds: int, videos: int, work: Path) -> list[dict[str, flo
     return seconds_by_round
 
 
-def _time_service(served: ServiceProcess, videos: int) -> float:
+def _time_service(served: LocalService, videos: int) -> float:
     """Returns the seconds of a video in the service, without the first.
 
     A prompt file encodes all prompts before its first video.
@@ -75,15 +75,17 @@ def _time_prompt_file(work: Path, videos: int) -> float:
     lines = work / "lines.jsonl"
     lines.write_text("".join(json.dumps(_VIDEO | {"seed": n}) + "\n" for n in range(videos + 1)))
     folder = work / "made"
-    command = [sys.executable, GENERATE, "--prompt_file", str(lines), "--save_file", str(folder)]
-    subprocess.run(command, env=os.environ | TORCHRUN, check=True, capture_output=True)
+    command = [sys.executable, "generate.py", "--prompt_file", str(lines)]
+    command += ["--save_file", str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, cwd=REPO, check=True, capture_output=True)
     records = sorted(path.stat().st_mtime for path in folder.glob("[0-9]*.json"))
     return (records[-1] - records[0]) / videos
 
 
 def measure_polls(rounds: int, work: Path) -> dict[str, Any]:
     """Returns seconds of a step with and without a polling client, and CPU time of a poll."""
-    served = ServiceProcess(work / "polled")
+    served = LocalService(work / "polled")
     figures: dict[str, Any] = {"alone": [], "polled": []}
     cores = sorted(os.sched_getaffinity(0))
     try:
@@ -155,7 +157,7 @@ def _time_agreement(calls: int) -> dict[str, float]:
 
 def measure_recovery(rounds: int, work: Path) -> list[float]:
     """Returns seconds from the kill of a rank to the next step of the job, for each round."""
-    served, recovery_seconds = ServiceProcess(work / "lost", 2), []
+    served, recovery_seconds = LocalService(work / "lost", 2), []
     try:
         for _ in range(rounds):
             video = served.create(num_inference_steps=30, num_frames=17)
@@ -170,7 +172,7 @@ def measure_recovery(rounds: int, work: Path) -> list[float]:
     return recovery_seconds
 
 
-def _has_stepped(served: ServiceProcess, video: str, attempt: int) -> bool:
+def _has_stepped(served: LocalService, video: str, attempt: int) -> bool:
     """Whether an attempt of a video has taken a step."""
     job = served.request(f"/v1/videos/{video}")[2]
     return job["attempt"] == attempt and job["steps"][0] > 0
@@ -186,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=6,
         help="videos of a round (6)",
     )
-    parser.add_argument("--json", type=results_file)
+    add_json_option(parser)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

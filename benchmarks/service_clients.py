@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.serve.serving import ServiceProcess
+from benchmarks.service_process import LocalService
 
 LOST = (OSError, http.client.HTTPException)
 """What a request raises when its connection is lost."""
@@ -103,7 +103,7 @@ class SeededClient:
     """Sends requests of all kinds in a thread until it is stopped."""
 
     def __init__(
-        self, served: ServiceProcess, ledger: Ledger, hook: str, seed: str, max_jobs: int
+        self, served: LocalService, ledger: Ledger, hook: str, seed: str, max_jobs: int
     ) -> None:
         """Starts nothing. hook: The address of the webhooks."""
         self._served, self._ledger, self._hook = served, ledger, hook

@@ -36,16 +36,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import CPU, results_file, write_json
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.common import add_json_option, write_json
 from benchmarks.service_clients import Ledger, SeededClient
-from benchmarks.video_loras import write_loras
-from tests.serve.receiver import Receiver
-from tests.serve.serving import ServiceProcess
+from benchmarks.service_process import REPO, LocalService
+from benchmarks.webhook_receiver import Receiver
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
+from wan.checkpoint.layout import inspect_checkpoint
 from wan.media.video_reader import read_video
 from wan.serve.folders import list_output_files
 from wan.settings.values import integer, real
+from wan.testing.measuring import CPU
 
 _SECRET = "secret of the load"
 _ANSWERS = (200, 200, 500, 200, 200, 0)  # of the receiver; 0: none
@@ -55,19 +59,36 @@ _START_SECONDS = 600.0  # other programs may use all cores
 _LOCAL_SECONDS = 15.0  # after which a stored video is no longer on the local disk
 
 
-def start_service(work: Path, ranks: int) -> ServiceProcess:
+def write_loras(folder: Path) -> None:
+    """Writes the LoRAs a and b of all linear layers of the blocks of the demo checkpoint."""
+    experts = inspect_checkpoint(REPO / "examples" / "demo" / "t2v-A14B").experts
+    (tensors, *_) = (files.tensors for files in experts.values())
+    for seed, name in enumerate(("a", "b")):
+        generator = torch.Generator().manual_seed(seed)
+        factors: dict[str, torch.Tensor] = {}
+        for parameter, info in tensors.items():
+            layer, _, suffix = parameter.rpartition(".")
+            if layer.startswith("blocks.") and suffix == "weight" and len(info.shape) == 2:
+                rows, columns = info.shape
+                down = torch.randn(4, columns, generator=generator) / columns**0.5
+                up = torch.randn(rows, 4, generator=generator) / 10
+                factors |= {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
+        save_file(factors, folder / f"{name}.safetensors")
+
+
+def start_service(work: Path, ranks: int) -> LocalService:
     """Starts the service with two LoRAs, webhooks and a store, in a folder."""
     loras, secret = work / "loras", work / "secret"
     loras.mkdir()
-    write_loras(loras, 4)
+    write_loras(loras)
     secret.write_text(_SECRET)
     options = ["--lora_folder", loras, "--webhook_secret_file", secret, "--store", work / "store"]
     options += ["--webhook_hosts", "localhost", "--webhook_hosts", "127.0.0.0/8"]
-    return ServiceProcess(work / "jobs", ranks, options)
+    return LocalService(work / "jobs", ranks, options)
 
 
 def run_load(
-    served: ServiceProcess, hook: str, options: argparse.Namespace
+    served: LocalService, hook: str, options: argparse.Namespace
 ) -> tuple[Ledger, dict[str, Any]]:
     """Runs the clients, and kills processes, until the limit of time or jobs is reached.
 
@@ -112,7 +133,7 @@ def run_load(
     return ledger, {"kills": dict(kills), "memory": memory}
 
 
-def _is_drained(served: ServiceProcess) -> bool:
+def _is_drained(served: LocalService) -> bool:
     """Whether no job, webhook or upload is left."""
     health = served.health()
     if health.get("status") != "ok" or health["queued"] or health["running"]:
@@ -123,7 +144,7 @@ def _is_drained(served: ServiceProcess) -> bool:
 
 
 def _disturb_service(
-    served: ServiceProcess, target: str, kills: collections.Counter[str], chance: random.Random
+    served: LocalService, target: str, kills: collections.Counter[str], chance: random.Random
 ) -> None:
     kills[target] += 1
     if target == "rank":
@@ -139,7 +160,7 @@ def _disturb_service(
     served.start(_START_SECONDS)
 
 
-def _read_resident_megabytes(served: ServiceProcess) -> list[float]:
+def _read_resident_megabytes(served: LocalService) -> list[float]:
     """Returns the resident megabytes of the front end and of each rank."""
     megabytes = []
     for pid in (served.front.pid, *served.list_rank_pids()):
@@ -279,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=45,
         help="mean seconds between kills; 0: none (45)",
     )
-    add("--json", type=results_file)
+    add_json_option(parser)
     options = parser.parse_args(argv)
     receiver = Receiver()
     receiver.statuses = itertools.cycle(_ANSWERS)

@@ -37,16 +37,16 @@ import torch
 
 from benchmarks.against import PROMPT, measure_command
 from benchmarks.common import (
-    CPU,
+    add_json_option,
     compute_ratios,
     compute_spread,
     read_earlier_runs,
-    results_file,
     write_json,
 )
-from benchmarks.residency import LAYERS, make_config, save_network
+from benchmarks.random_weights import save_network
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
+from wan.checkpoint.config import make_reference_dit_config
 from wan.checkpoint.keymaps import rename_vae_to_official
 from wan.modules import t5
 from wan.modules.model import WanModel
@@ -54,6 +54,7 @@ from wan.modules.vae import video_vae
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer, read_frame_num, read_size, real
+from wan.testing.measuring import CPU
 from wan.testing.random_checkpoint import train_tokenizer, write_tokenizer
 from wan.utils.files import write_folder
 
@@ -108,19 +109,14 @@ def make_file(path: Path, write: Callable[[Path], None]) -> None:
 def write_networks(folder: Path) -> None:
     """Writes the networks with random weights in bfloat16, under names that both sides read."""
     with torch.device("meta"):
-        dit = WanModel(**make_config(TASK), text_dim=4096)
+        dit = WanModel(**make_reference_dit_config(PRESETS[TASK]))
         encoder = t5.build_published_text_encoder()
         autoencoder = video_vae.build_published_vae(PRESETS[TASK].vae)
-    make_file(
-        locate(folder, DIT), lambda p: save_network(dit, p, layer="blocks", layers=LAYERS[TASK])
-    )
-    make_file(
-        locate(folder, TEXT_ENCODER), lambda p: save_network(encoder, p, layer="block", layers=24)
-    )
     rename = partial(rename_vae_to_official, residual=False)
+    make_file(locate(folder, DIT), partial(save_network, dit, layer="blocks"))
+    make_file(locate(folder, TEXT_ENCODER), partial(save_network, encoder, layer="block"))
     make_file(
-        locate(folder, VAE),
-        lambda p: save_network(autoencoder, p, rename, layer="no layers", layers=1),
+        locate(folder, VAE), partial(save_network, autoencoder, layer="no layers", rename=rename)
     )
     make_file(folder / "google" / "umt5-xxl", lambda p: write_tokenizer(p, train_tokenizer()))
 
@@ -237,7 +233,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--compiled", action="store_true", help="ours compiles its dequantizing in the first step"
     )
     parser.add_argument("--keep", type=Path, help="folder that keeps the files for later runs")
-    parser.add_argument("--json", type=results_file)
+    add_json_option(parser)
     options = parser.parse_args(argv)
     read_size("--size", options.size)
     if not os.access(options.sd_cli, os.X_OK) or not options.sd_cli.is_file():

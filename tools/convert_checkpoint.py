@@ -32,7 +32,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tools.safetensors_stream import stream_safetensors
 from wan.app.flag_parser import Parser
 from wan.app.programs import run_program
 from wan.checkpoint.headers import (
@@ -44,6 +43,7 @@ from wan.checkpoint.headers import (
 from wan.checkpoint.keymaps import rename_dit_to_official
 from wan.checkpoint.layout import SPARSE_LINEAR, DitFiles, inspect_checkpoint
 from wan.checkpoint.load import open_sources, read_headers
+from wan.checkpoint.safetensors_stream import stream_safetensors
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32

@@ -4,15 +4,12 @@
     python tools/flags_table.py
 
 Each table is between two markers of its page: all flags in docs/cli.md, dense kernels in
-docs/attention_backends.md, names in LoRA files in docs/few_step.md, kinds of LoRA files, what
-benchmarks/adapter_kinds.py showed of them, and the matrix of names in docs/checkpoints.md. A test
-compares the pages with the package.
+docs/attention_backends.md, names in LoRA files in docs/few_step.md, kinds of LoRA files and the
+matrix of names in docs/checkpoints.md. A test compares the pages with the package.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -122,19 +119,6 @@ def list_file_kinds() -> Iterable[Row]:
         yield kind, sentence.replace("TMP/", "").replace("|", "\\|").replace("*", "\\*")
 
 
-def list_adapter_kinds() -> Iterable[Row]:
-    """Yields a row for each kind of adapter that PEFT and LyCORIS write."""
-    yield "Library", "Kind", "Largest difference from its merge, of the largest change"
-    for row in json.loads((DOCS / "results" / "adapter_kinds.json").read_text())["results"]:
-        refusal = re.search(r"\(([^()]+)\), which is not supported|has (\w+)", row["text"])
-        outcome = "the library makes no file for this network"
-        if row["error"] is not None:
-            outcome = f"{row['error']:.0e}"
-        elif refusal is not None and row["text"].startswith("LoRA "):
-            outcome = f"refused: {refusal[1] or refusal[2]}"
-        yield row["library"], row["kind"], outcome
-
-
 TABLES: dict[tuple[str, str], Callable[[], Iterable[Row]]] = {
     ("cli.md", "all flags"): list_flags,
     ("attention_backends.md", "dense kernels"): list_kernels,
@@ -144,7 +128,6 @@ TABLES: dict[tuple[str, str], Callable[[], Iterable[Row]]] = {
     ("checkpoints.md", "LoRA files under every name"): checkpoint_names.list_lora_rows,
     ("checkpoints.md", "prefixes"): checkpoint_names.list_prefix_rows,
     ("checkpoints.md", "kinds of files"): list_file_kinds,
-    ("checkpoints.md", "adapters of PEFT and LyCORIS"): list_adapter_kinds,
 }
 """Page and title of a table -> its rows, of which the first one is the head."""
 

@@ -30,7 +30,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tools.safetensors_stream import stream_safetensors
 from wan.app.flag_parser import Parser
 from wan.app.programs import run_program
 from wan.checkpoint import lora
@@ -38,6 +37,7 @@ from wan.checkpoint.layout import Checkpoint, DitFiles, inspect_checkpoint
 from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora import Lora
 from wan.checkpoint.merge_lora import merge_loras
+from wan.checkpoint.safetensors_stream import stream_safetensors
 from wan.checkpoint.tensor_source import TensorSource
 from wan.checkpoint.w8a8_export import (
     DESCRIPTION_FILES,

@@ -73,7 +73,7 @@ def run_with_different_weights(video: Video) -> tuple[Any, Any, Tensor]:
 
 
 def test_ranks_that_disagree_skip_together(tiny: Any) -> None:
-    """In this case diffusers' cache hangs: see benchmarks/diffusers_parallel.py."""
+    """In this case diffusers' cache hangs (docs/diffusers.md)."""
     first, second = run_on_ranks(
         2, run_with_different_weights, make_video(tiny, "2.2", steps=10), timeout=60
     )

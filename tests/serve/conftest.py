@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.webhook_receiver import Receiver
 from tests.serve.jobs import Jobs
-from tests.serve.receiver import Receiver
 from wan.app import resolve
 from wan.serve import journal_file, retries
 from wan.serve.service import Limits

@@ -10,27 +10,20 @@ import socket
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 
+from benchmarks.service_process import PROMPT as PROMPT
+from benchmarks.service_process import ServiceClient
 from tests.dist import TORCHRUN, Ranks, free_port, make_rank_envs
 from tests.frames import read_frames
 from wan.cli.main import main
 
-try:
-    import openai
-except ModuleNotFoundError as error:
-    from wan.app.programs import exit_without_package
-
-    exit_without_package(error)
-
-PROMPT = "a large green square moves up on a gray background"
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
@@ -146,7 +139,7 @@ def _is_closed(link: socket.socket) -> bool:
         return True
 
 
-class ServiceProcess:
+class ServiceProcess(ServiceClient):
     """A running service with its files in a folder; it can be killed and restarted."""
 
     def __init__(
@@ -170,8 +163,7 @@ class ServiceProcess:
             key: The API key.
             is_forked: Whether `RankForks` starts the ranks, not torchrun.
         """
-        self.port = int(free_port())
-        self.folder, self.url, self._key = folder, f"http://127.0.0.1:{self.port}", key
+        super().__init__(folder, int(free_port()), key)
         paths = [*([str(path)] if path else []), TORCHRUN["PYTHONPATH"]]
         self._environment = TORCHRUN | {"PYTHONPATH": os.pathsep.join(paths)}
         service_args = ["--port", self.port, "--ranks", ranks, "--journal", folder, *options]
@@ -194,13 +186,8 @@ class ServiceProcess:
         code = self.stop()
         assert kind is not None or (code == 0 and not self.list_rank_pids()), self.read_logs()
 
-    def wait(self, whether: Callable[[], Any], seconds: float = 60) -> None:
-        """Waits until a condition holds."""
-        deadline = time.monotonic() + seconds
-        while not whether():
-            assert self.front.is_alive(), f"the front has ended\n{self.read_logs()}"
-            assert time.monotonic() < deadline, f"waited {seconds} s\n{self.read_logs()}"
-            time.sleep(0.05)
+    def is_running(self) -> bool:
+        return bool(self.front.is_alive())
 
     def count_tracebacks(self) -> int:
         """Returns the number of tracebacks in the output of the front since its last start."""
@@ -208,67 +195,17 @@ class ServiceProcess:
 
     def read_logs(self) -> str:
         """Returns the last lines of the output of the front and of the log of the ranks."""
-        log = self.folder / "ranks.log"
-        return "\n".join(
-            [self._front.texts[0][-5000:], log.read_text()[-5000:] if log.exists() else ""]
-        )
-
-    def request(
-        self, path: str, body: Any = None, method: str | None = None, **headers: str
-    ) -> tuple[int, Any, Any]:
-        """Returns status, headers and content, which is decoded where it is JSON."""
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, method=method)
-        request.add_header("Content-Type", "application/json")
-        for name, value in {"Authorization": f"Bearer {self._key}", **headers}.items():
-            request.add_header(name.replace("_", "-"), value)
-        try:
-            answer = urllib.request.urlopen(request, timeout=60)
-        except urllib.error.HTTPError as error:
-            answer = error
-        content = answer.read()
-        is_json = answer.headers.get_content_type() == "application/json"
-        return answer.status, answer.headers, json.loads(content) if is_json else content
-
-    def health(self) -> dict[str, Any]:
-        """Returns the answer of /health, or {} if the service does not answer."""
-        try:
-            return self.request("/health")[2]
-        except OSError:
-            return {}
+        return f"{self._front.texts[0][-5000:]}\n{super().read_logs()}"
 
     def client(self) -> Any:
         """Returns OpenAI's client; its types allow only OpenAI's sizes."""
         return openai.OpenAI(api_key=self._key, base_url=f"{self.url}/v1")
 
-    def create(self, **fields: Any) -> str:
-        """Queues a video and returns its id."""
-        body = {"prompt": PROMPT, "num_frames": 5, "num_inference_steps": 2} | fields
-        status, _, video = self.request("/v1/videos", body)
-        assert status == 200, video
-        return video["id"]
-
-    def status(self, video: str) -> str:
-        """Returns the status of a video."""
-        return self.request(f"/v1/videos/{video}")[2]["status"]
-
-    def wait_for_video(self, video: str, seconds: float = 90) -> dict[str, Any]:
-        """Waits until a video is completed or has failed, and returns it."""
-        self.wait(lambda: self.status(video) in ("completed", "failed"), seconds)
-        return self.request(f"/v1/videos/{video}")[2]
-
     def list_rank_pids(self) -> list[int]:
         """Returns the process ids of the ranks."""
         if self._forks is not None:
             return sorted(pid for pid in self._forks.pids if Path(f"/proc/{pid}").exists())
-        pids = []
-        for process in Path("/proc").glob("[0-9]*/cmdline"):
-            with suppress(OSError):
-                argv = process.read_bytes().decode(errors="replace").split("\0")
-                is_rank = str(self.folder / "front.json") in argv
-                if is_rank and "torch.distributed.run" not in argv:
-                    pids.append(int(process.parent.name))
-        return sorted(pids)
+        return super().list_rank_pids()
 
     def kill(self) -> None:
         """Kills the front."""

@@ -21,9 +21,9 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from benchmarks.webhook_receiver import Receiver
 from tests.serve.bodies import FORM, make_form
 from tests.serve.jobs import Jobs, running, wait_until
-from tests.serve.receiver import Receiver
 from tests.serve.test_webhooks import LOCAL
 from wan.serve.service import Limits
 from wan.serve.store import Store

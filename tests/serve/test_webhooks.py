@@ -18,9 +18,9 @@ from unittest import mock
 import openai
 import pytest
 
+from benchmarks.webhook_receiver import Receiver
 from tests.refusals import check_refusals
 from tests.serve.jobs import Jobs, running, wait_until
-from tests.serve.receiver import Receiver
 from wan.serve import retries, webhooks
 from wan.serve.service import Limits
 from wan.serve.webhook_addresses import ReceiverAddresses

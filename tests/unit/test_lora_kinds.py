@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from benchmarks import adapter_kinds
 from tests.lora_files import (
     CONVOLUTION,
     LINEARS,
@@ -252,19 +251,6 @@ def test_two_biases_of_a_layer(
     sources, adapter = open_merged(tmp_path / "x.safetensors", dense, 0.5)
     check_merged(sources, expected, weights)
     check_separate(read_lora_factors(adapter, lambda *_: torch.float32), expected, weights)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_all_kinds_of_both_libraries() -> None:
-    """Equal to the library's weights, or refused; as in the documents' table."""
-    recorded = json.loads(adapter_kinds.RECORD.read_text())["results"]
-    rows = adapter_kinds.list_rows()
-    assert [row.kind for row in rows] == [row["kind"] for row in recorded]
-    for row, expected in zip(rows, recorded, strict=True):
-        assert (row.error is None) == (expected["error"] is None), row
-        assert row.error is None or row.error <= TOLERANCE, row
-        assert row.text == expected["text"] or "scikit-learn" in row.text, row
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -169,7 +169,7 @@ def test_whole_parameters_of_peft(
             torch.testing.assert_close(actual[name].double(), exact, atol=1e-7, rtol=1e-6)
 
 
-REFUSED = {  # some of those that the libraries write; `benchmarks/adapter_kinds.py` has all
+REFUSED = {  # some of those that the libraries write; test_lora_libraries.py has all
     "OFT": "oft_R.weight",
     "IA3": "ia3_l",
     "VeRA": "vera_lambda_b",

@@ -17,7 +17,7 @@ from tests.pipelines import build_quick_pipeline, generate_quick_latents
 from tests.unit.test_load import shift_tensors
 from tests.unit.test_residency import LAYERS, write_fp8_checkpoint, write_lora
 from tools.quantize_dit import quantize_checkpoint
-from tools.safetensors_stream import stream_safetensors
+from wan.checkpoint.safetensors_stream import stream_safetensors
 from wan.checkpoint.tensor_source import owns_memory
 from wan.cli import main as generate
 from wan.modules.model import WanModel

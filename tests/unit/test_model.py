@@ -16,7 +16,6 @@ from torch.testing import assert_close
 
 from tests.numerics.recorded import STEP, SampleRecorder
 from tests.refusals import check_refusals, get_refusal
-from tools.measuring import measure_peak_bytes
 from wan.kernels.interfaces import SmallOps
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.fused_ops import BlockOps, compute_layer_norm, compute_rms_norm, modulated_norm
@@ -30,6 +29,7 @@ from wan.modules.rope import (
 )
 from wan.modules.text_kv_cache import InputCache
 from wan.settings.numerics import keeps_fp32
+from wan.testing.measuring import measure_peak_bytes
 
 CACHED = ModelComponents(text_kv_cache=True)
 TINY = {"dim": 48, "ffn_dim": 64, "num_heads": 4, "num_layers": 2, "text_dim": 16, "text_len": 8}

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tools import measuring
 from tools.device_check.bench import (
     HEAD,
     LIMITS,
@@ -56,6 +55,7 @@ from wan.settings.execution import Execution
 from wan.settings.kernels import DENSE_KERNELS
 from wan.settings.numerics import KV_ROWS, Q_ROWS
 from wan.settings.parallel import Parallel
+from wan.testing import measuring
 
 QKV = tuple[Tensor, Tensor, Tensor]
 Shape = tuple[int, int, int]  # queries, keys, heads
@@ -150,7 +150,7 @@ def _list_kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Ke
     return kernels
 
 
-def _read_kernel_name(bench: Bench, run: measuring.Run) -> str:
+def _read_kernel_name(bench: Bench, run: measuring.Work) -> str:
     """Reads the name of CUDA's longest kernel, or of PyTorch's innermost operation on a CPU."""
     if bench.device.type == "npu":
         return "see step npu"

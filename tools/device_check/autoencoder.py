@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tools import measuring
 from tools.device_check.bench import Bench
 from tools.device_check.network import compute_rms_distance, make_case
 from tools.device_check.steps import Figure, Measurements, make_error, make_memory
@@ -22,6 +21,7 @@ from wan.modules.vae.video_vae import VideoVAE, build_published_vae
 from wan.planner.measure import Planner
 from wan.settings.presets import PRESETS
 from wan.tasks.base import make_video_params
+from wan.testing import measuring
 
 LIMIT = 1e-2  # relative rms; TF32 and HF32 round inputs to 10 bits, float32 alone gives 1e-5
 PLAN = 1.1  # largest measured memory over planned memory

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from tools import measuring
 from tools.device_check.steps import DeviceProperties, Figure, Job, make_time
 from wan.device import Device
 from wan.distributed import rank_env, rendezvous
 from wan.distributed.mesh import ParallelGroups
+from wan.testing import measuring
 
 HEAD = 128  # channels of a head in every published network
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
@@ -73,18 +73,18 @@ class Bench:
         k, v = (self.randn(1, keys, heads, HEAD, dtype=dtype) for _ in range(2))
         return q, k, v
 
-    def measure_seconds(self, run: measuring.Run, rounds: int = 3) -> float:
+    def measure_seconds(self, run: measuring.Work, rounds: int = 3) -> float:
         """Returns the median seconds of a run, after one warm-up run."""
         run()
         return statistics.median(
             measuring.measure_seconds(run, self.torch_device) for _ in range(rounds)
         )
 
-    def measure_time(self, run: measuring.Run, name: str = "time") -> Figure:
+    def measure_time(self, run: measuring.Work, name: str = "time") -> Figure:
         """Returns `measure_seconds` as a figure."""
         return make_time(self.measure_seconds(run), name)
 
-    def measure_peak(self, run: measuring.Run) -> int | None:
+    def measure_peak(self, run: measuring.Work) -> int | None:
         """Returns a run's peak of allocated bytes; None if the device does not count them."""
         on_host = not self.large
         peak = measuring.measure_peak_bytes(
@@ -92,7 +92,7 @@ class Bench:
         )
         return peak or None
 
-    def profile_events(self, run: measuring.Run) -> list[Any]:
+    def profile_events(self, run: measuring.Work) -> list[Any]:
         """Returns the events of PyTorch's profiler during a run, on CUDA or on the CPU."""
         on_gpu = self.device.type == "cuda"
         activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU

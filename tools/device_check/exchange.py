@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tools import measuring
 from tools.device_check.bench import HEAD, Bench, format_ranks
 from tools.device_check.steps import Figure, Line, Measurements, make_line, make_time
 from wan.distributed import mesh
@@ -26,6 +25,7 @@ from wan.distributed.ulysses import (
     get_group_size,
 )
 from wan.settings.parallel import enumerate_topologies
+from wan.testing import measuring
 
 HEADS = 40
 LATE = 2.0  # seconds; with --full longer than HCCL's default timeout of a link
@@ -50,7 +50,7 @@ def _check_group(bench: Bench, group: Group, label: str) -> Iterator[Line]:
     x_BsND = _make_coded(bench, rank, tokens, ranks)
     wanted = torch.cat([_make_coded(bench, r, tokens, ranks) for r in range(ranks)], 1)
 
-    def measure_exchange(name: str, run: measuring.Run, sent: float, wrong: int) -> Line:
+    def measure_exchange(name: str, run: measuring.Work, sent: float, wrong: int) -> Line:
         dist.barrier()
         seconds = bench.measure_seconds(run)
         return make_line(

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
 
-from tools import measuring
 from tools.device_check import steps
 from tools.device_check.bench import Bench, compute_row_distance, format_ranks
 from tools.device_check.steps import (
@@ -53,6 +52,7 @@ from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel, enumerate_topologies
 from wan.settings.presets import PRESETS
 from wan.tasks.base import VideoParams, make_video_params
+from wan.testing import measuring
 from wan.utils.torch_private import use_private_compiler_cache
 
 Grid = tuple[int, int, int]
@@ -179,7 +179,7 @@ class _RecordingKernel:
 
     can_return_lse = False
 
-    def __init__(self, kernel: Kernel, calls: list[measuring.Call]) -> None:
+    def __init__(self, kernel: Kernel, calls: list[measuring.TorchCall]) -> None:
         self.name, self._kernel, self._calls, self.is_recording = kernel.name, kernel, calls, True
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
@@ -226,7 +226,7 @@ def check_forward(bench: Bench) -> Measurements:
 
 def _measure_time(case: Case, weights: Weights, inputs: ForwardInputs) -> list[Figure]:
     """Times a forward and its matrix products alone, in turn; derives the others' share."""
-    selected, calls = case.selected, list[measuring.Call]()
+    selected, calls = case.selected, list[measuring.TorchCall]()
     kernels = [
         _RecordingKernel(kernel, calls)
         for kernel in (selected.dense_kernel, selected.cross_attention_kernel)
@@ -240,7 +240,7 @@ def _measure_time(case: Case, weights: Weights, inputs: ForwardInputs) -> list[F
         kernel.is_recording = False
     flops = sum(2 * x.numel() * len(weight) for _, (x, weight, *_) in record.linear)
     flops += sum(4 * q.numel() * k.shape[1] for _, (q, k, _) in calls)
-    runs: dict[str, measuring.Run] = {
+    runs: dict[str, measuring.Work] = {
         "forward": lambda: inputs.run(model),
         "linear": lambda: measuring.replay_calls(record.linear),
         "attention": lambda: measuring.replay_calls(calls),

@@ -41,10 +41,7 @@ def make_output_path_type(kind: OutputKind) -> Callable[[str], Path]:
 _INSTALL_COMMANDS = {  # package of some programs only -> how to install it
     "aiohttp": 'pip install "ray[serve]"',
     "gguf": "pip install -r requirements-dev.txt",
-    "lycoris": "pip install -r requirements-dev.txt",
     "matplotlib": "pip install -r requirements-power.txt",
-    "openai": "pip install -r requirements-dev.txt",
-    "peft": "pip install -r requirements-dev.txt",
     "ray": 'pip install "ray[serve]"',
     "starlette": "pip install -r requirements-serve.txt",
     "xfuser": "pip install -r requirements-cuda.txt",

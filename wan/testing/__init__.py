@@ -1,1 +1,1 @@
-"""Randomly initialized checkpoints, for tests and demonstrations."""
+"""Randomly initialized checkpoints and measurements, for tests, tools and benchmarks."""

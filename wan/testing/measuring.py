@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 CPU = torch.device("cpu")
-Run = Callable[[], Any]
+Work = Callable[[], Any]
 Times = dict[str, list[float]]
-Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
+TorchCall = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
 def synchronize(device: torch.device) -> None:
@@ -30,7 +30,7 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def measure_seconds(run: Run, device: torch.device) -> float:
+def measure_seconds(run: Work, device: torch.device) -> float:
     """Returns the wall time of one run, including its work on the device."""
     synchronize(device)
     start = time.perf_counter()
@@ -39,7 +39,9 @@ def measure_seconds(run: Run, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def time_interleaved(variants: Mapping[str, Run], rounds: int, device: torch.device = CPU) -> Times:
+def time_interleaved(
+    variants: Mapping[str, Work], rounds: int, device: torch.device = CPU
+) -> Times:
     """Returns the seconds of every variant in every round, after one round of warm-up.
 
     Odd rounds run in reverse order. A barrier precedes each run if there is a process group.
@@ -55,7 +57,7 @@ def time_interleaved(variants: Mapping[str, Run], rounds: int, device: torch.dev
     return times
 
 
-def measure_peak_bytes(run: Run, device: torch.device) -> int:
+def measure_peak_bytes(run: Work, device: torch.device) -> int:
     """Returns a run's peak of allocated bytes, minus the bytes allocated before it."""
     if device.type == "cpu":
         return _measure_cpu_peak_bytes(run)
@@ -68,7 +70,7 @@ def measure_peak_bytes(run: Run, device: torch.device) -> int:
     return int(module.max_memory_allocated(device) - bytes_before)
 
 
-def _measure_cpu_peak_bytes(run: Run) -> int:
+def _measure_cpu_peak_bytes(run: Work) -> int:
     """Returns the highest running sum of the CPU allocator's events during a run."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
         run()
@@ -90,8 +92,8 @@ class RecordProducts(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear: list[Call] = []
-        self.attention: list[Call] = []
+        self.linear: list[TorchCall] = []
+        self.attention: list[TorchCall] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -109,7 +111,7 @@ class RecordProducts(TorchFunctionMode):
         )
 
 
-def replay_calls(calls: Sequence[Call]) -> None:
+def replay_calls(calls: Sequence[TorchCall]) -> None:
     """Repeats recorded calls; each result is freed before the next call."""
     for func, args in calls:
         func(*args)
