@@ -404,7 +404,7 @@ REMOVES = {
         {"shutil.rmtree", "log.unlink"},
         "in a folder of which the file `commit` shows that it is its own",
     ),
-    "tools.demo.outputs": ({"shutil.rmtree"}, "an export that `check_export` has recognised"),
+    "tools.demo.export": ({"shutil.rmtree"}, "an export that `check_export` has recognised"),
     "wan.app.job": (
         {"audio_file.replace", "audio_file.unlink", "path.unlink"},
         "temporary files of this run",
@@ -446,7 +446,7 @@ def test_programs_print_any_text(path: Path) -> None:
     """They set up the encoding of arguments and outputs, or call what does."""
     text = read_text(path)
     if re.search(r"^if __name__ ", text, re.MULTILINE):
-        assert re.search(r"\b(set_up_text|run_program|run_training_program)\(", text)
+        assert re.search(r"\b(set_up_text|run_program)\(", text)
 
 
 @for_each(PROGRAMS)

@@ -18,20 +18,18 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from benchmarks import powercap_gpu, stable_diffusion_cpp
 from tests.dist import REPO
 from tests.refusals import check_refusals
-from tools import contact_sheet, make_sound
-from tools.demo import outputs
-from tools.demo.step_caches import read_result_lines as read_results
+from tools import make_sound
+from tools.demo import export
 from tools.demo.training import save_atomically
 from wan.app.programs import make_argument_type, make_output_path_type, run_program
 from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError, WriteError
 from wan.settings.values import integer
-from wan.utils.files import is_output, make_marked_kind
+from wan.utils.files import make_marked_kind
 
 BAD = ("-1", "nan", "inf", "1e308", str(10**30), "9" * 5000, "many", "")
 NUMBERS = {  # module -> options with a number that is checked later | other required arguments
@@ -44,7 +42,6 @@ NUMBERS = {  # module -> options with a number that is checked later | other req
 OUTPUTS = {  # module -> options that name a file | other required arguments
     "tools.check_device": "--json",
     "tools.make_sound": "",
-    "tools.demo.step_caches": "--results",
     "tools.calibrate_mag": f"--out | --ckpt_dir {REPO}/examples/demo/t2v-A14B",
 }
 
@@ -221,57 +218,42 @@ def test_types_of_options(tmp_path: Path, capsys) -> None:
 
 def test_outputs_are_known_again(tmp_path: Path) -> None:
     """A second run replaces the files of the first run."""
-    sound, state, picture = (tmp_path / name for name in ("a.wav", "a.pt", "a.png"))
+    sound, state = tmp_path / "a.wav", tmp_path / "a.pt"
     for _ in range(2):
         make_sound.write_wav(sound, 0.1)
         save_atomically({"step": 1}, state)
-        outputs.save_picture(torch.zeros(4, 4, 3, dtype=torch.uint8).numpy(), picture)
     assert torch.load(state, mmap=True) == {"step": 1}
-    assert is_output(picture, outputs.PICTURE) and not is_output(picture, contact_sheet.SHEET)
     torch.save({"step": 1}, state)  # somebody else's
-    Image.new("RGB", (4, 4)).save(picture)
-    for path, write in (
-        (state, lambda: save_atomically({}, state)),
-        (picture, lambda: outputs.save_picture(torch.zeros(4, 4, 3).byte().numpy(), picture)),
-    ):
-        content = path.read_bytes()
-        with pytest.raises(WriteError):
-            write()
-        assert path.read_bytes() == content
+    content = state.read_bytes()
+    with pytest.raises(WriteError):
+        save_atomically({}, state)
+    assert state.read_bytes() == content
 
 
 def test_only_an_export_of_the_demo_is_removed(tmp_path: Path) -> None:
     demo, out = REPO / "examples" / "demo", tmp_path / "out"
     more = [f"google/umt5-xxl/{name}" for name in ("special_tokens_map.json", "tokenizer.json")]
     more += ["google/umt5-xxl/tokenizer_config.json"]
-    outputs.check_export(demo / "t2v-A14B", more)
-    outputs.check_export(demo / "i2v-A14B", ["google/umt5-xxl"])
+    export.check_export(demo / "t2v-A14B", more)
+    export.check_export(demo / "i2v-A14B", ["google/umt5-xxl"])
     out.mkdir()
-    outputs.check_export(out, [])
+    export.check_export(out, [])
     (out / "configuration.json").write_text('{"framework": "Pytorch"}')
     with pytest.raises(InputError):
-        outputs.remove_export(out, [])
-    for name in outputs.EXPORTED:
+        export.remove_export(out, [])
+    for name in export.EXPORTED:
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text("{}")
     with pytest.raises(InputError):  # with other settings
-        outputs.remove_export(out, [])
+        export.remove_export(out, [])
     source = demo / "t2v-A14B" / "generation_config.json"
     (out / source.name).write_bytes(source.read_bytes())
     (out / "notes").write_text("mine")
     with pytest.raises(InputError):
-        outputs.remove_export(out, [])
+        export.remove_export(out, [])
     (out / "notes").unlink()
-    outputs.remove_export(out, [])
+    export.remove_export(out, [])
     assert not out.exists()
-
-
-def test_results_of_another_program(tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    for line in ("3", '{"kind": "t2v"}', "[]"):
-        path.write_text(line + "\n")
-        with pytest.raises(InputError):
-            read_results(path)
 
 
 def hide_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,28 +15,70 @@ Legend: N clips, B clips of a step, Z latent channels, f h w latent frames/heigh
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from tools.demo.evaluate import format_run_rows
-from tools.demo.lora import BATCH, TOKENS, add_lora, encode_prompts, run_training_program
 from tools.demo.scenes import make_caption, make_random_scene
-from tools.demo.training import Training, save_atomically
+from tools.demo.training import Training, load_averaged_weights, save_atomically
 from wan import WanT2V
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
+from wan.settings.values import integer, real
+from wan.utils.files import check_output, make_safetensors_kind, write_output
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "t2v-A14B"
 RANK, SUBSTEPS, GUIDANCE, SEED = 32, 12, 3.0, 4000
+BATCH, TOKENS = 32, 48  # clips per step; tokens of 9 frames of 64 x 64
+LAYERS = [f"{kind}_attn.{name}" for kind in ("self", "cross") for name in "qkvo"]
+LAYERS += ["ffn.0", "ffn.2"]
 SHAPE = (16, 3, 8, 8)  # latents of 9 frames of 64 x 64
 LEVELS = [5 * x / (1 + 4 * x) for x in (1.0, 0.75, 0.5, 0.25, 0.0)]  # euler's sigmas, shift 5
 PARTS = {"high_noise": (0, 1), "low_noise": (2, 3)}  # indices of each expert's levels
+_MARK = {"tools.demo": "a LoRA of the demo"}
+LORA = make_safetensors_kind("a LoRA of tools.demo", *_MARK)
+
+
+class Lora(nn.Module):
+    """A frozen linear layer with a trainable pair of matrices."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+def add_lora(model: Any, expert: str, rank: int) -> Any:
+    """Adds a LoRA to every linear layer of an expert's blocks; freezes all other weights."""
+    network = (model.high_noise_model if expert == "high_noise" else model.low_noise_model).float()
+    network.requires_grad_(False)
+    for block in network.blocks:
+        for layer in LAYERS:
+            block.set_submodule(layer, Lora(block.get_submodule(layer), rank))
+    return network
 
 
 def load_teacher() -> Any:
     return WanT2V("t2v-A14B", DEMO, precision="fp32", text_kv_cache=False)
+
+
+def encode_prompts(model: Any, texts: list[str]) -> list[Tensor]:
+    """Encodes each text to prompt embeddings."""
+    encoder = model._pipeline.text_encoder.get()
+    return [encoder(text) for text in texts]
 
 
 def make_prompt(index: int) -> str:
@@ -93,6 +135,26 @@ def train_distilled_lora(state: Path, part: str, steps: int, peak: float) -> Non
         training.update(F.mse_loss(torch.stack(velocities), wanted))
 
 
+def export_lora(state: Path, out: Path) -> None:
+    """Writes both files of a --lora_dir, in bfloat16, with the layer names of LightX2V."""
+    for part in PARTS:
+        check_output(out / f"{part}_model.safetensors", LORA, "--out")
+    for part in PARTS:
+        weights = load_averaged_weights(state / f"distilled_{part}.pt")
+        tensors = {
+            f"diffusion_model.{name.removesuffix(f'.{end}.weight')}.lora_{end}.weight": tensor
+            for name, tensor in weights.items()
+            for end in ("down", "up")
+            if name.endswith(f".{end}.weight")
+        }
+        with write_output(out / f"{part}_model.safetensors", LORA) as temporary:
+            save_file(
+                {name: tensor.bfloat16().contiguous() for name, tensor in tensors.items()},
+                temporary,
+                metadata=_MARK,
+            )
+
+
 def score_distilled(folder: Path, prompts: int) -> None:
     """Prints a table of few steps, distilled or not, the teacher's steps, and step caches."""
     usual: dict[str, Any] = {"shift": 12.0, "guide_scale": GUIDANCE}
@@ -115,14 +177,39 @@ def score_distilled(folder: Path, prompts: int) -> None:
         print(line, flush=True)
 
 
-if __name__ == "__main__":
-    sys.exit(
-        run_training_program(
-            (__doc__ or "").splitlines()[0],
-            "distilled",
-            encode_trajectories,
-            train_distilled_lora,
-            score_distilled,
-            steps=2500,
-        )
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--state", type=Path, default=Path("outputs/distilled"), help="folder for states and data"
     )
+    parser.add_argument(
+        "--clips",
+        type=make_argument_type(integer(1, 10_000_000)),
+        help="make the data of this number of clips",
+    )
+    parser.add_argument("--expert", choices=PARTS, help="train the LoRA of this expert")
+    parser.add_argument("--steps", type=make_argument_type(integer(1, 10_000_000)), default=2500)
+    parser.add_argument(
+        "--peak",
+        type=make_argument_type(real(0, 100, exclude_min=True)),
+        default=2e-3,
+        help="peak learning rate",
+    )
+    parser.add_argument("--out", type=Path, help="write the --lora_dir")
+    parser.add_argument("--score", type=Path, help="a --lora_dir to compare with none")
+    parser.add_argument("--prompts", type=make_argument_type(integer(1, 10_000)), default=100)
+    options = parser.parse_args(argv)
+    if options.score:
+        score_distilled(options.score, options.prompts)
+        return
+    options.state.mkdir(parents=True, exist_ok=True)
+    if options.clips:
+        encode_trajectories(options.state, options.clips)
+    if options.expert:
+        train_distilled_lora(options.state, options.expert, options.steps, options.peak)
+    if options.out:
+        export_lora(options.state, options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

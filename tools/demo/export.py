@@ -8,8 +8,9 @@ until it is trained.
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tools.demo.dit import CONFIG, IN_DIM
-from tools.demo.outputs import check_export, remove_export
 from tools.demo.text import load_encoder_weights, make_tokenizer
 from tools.demo.training import load_averaged_weights
 from tools.run_demo import I2V_PROMPT, PROMPTS
 from wan.app.flag_parser import Parser
 from wan.app.programs import run_program
 from wan.checkpoint import keymaps
+from wan.settings.errors import InputError
 from wan.testing.random_checkpoint import write_json, write_tokenizer
-from wan.utils.files import write_folder
+from wan.utils.files import is_output, make_json_kind, write_folder
 
 SHARED_SETTINGS: dict[str, Any] = {
     "size": "64*64",
@@ -47,7 +48,45 @@ _VAE, _TEXT, _TOKENIZER = (
 _TEXTS = ("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
 OTHER_FILES = {"t2v": [f"{_TOKENIZER}/{name}" for name in _TEXTS], "i2v": [_TOKENIZER]}
 """Task -> files and links of its folder that are not in `EXPORTED`."""
+_SETTINGS = make_json_kind("the settings", "size", "frame_num", "sample_steps", "fps", "prompt")
+_CURVE = "mag_curve.json"  # of tools/calibrate_mag.py, for the weights that are replaced
+EXPORTED = {
+    "configuration.json",
+    "generation_config.json",
+    "Wan2.1_VAE.safetensors",
+    "models_t5_umt5-xxl-enc-bf16.safetensors",
+    *(f"{part}_model/config.json" for part in ("high_noise", "low_noise")),
+    *(f"{part}_model/diffusion_pytorch_model.safetensors" for part in ("high_noise", "low_noise")),
+}
+"""Files and links that every export has."""
 _DIT = "diffusion_pytorch_model.safetensors"
+
+
+def check_export(folder: Path, more: Collection[str]) -> None:
+    """Refuses a folder that is neither absent, empty, nor an earlier export.
+
+    Args:
+        more: Files and links of this export that are not in `EXPORTED`.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise InputError("--out", folder, "is no folder", "give another name")
+    entries = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    }
+    allowed = EXPORTED | {*more, _CURVE}
+    is_ours = EXPORTED <= entries <= allowed
+    if entries and not (is_ours and is_output(folder / "generation_config.json", _SETTINGS)):
+        why = "exists and is no earlier export of the demo"
+        raise InputError("--out", folder, why, "give another name, or move it away")
+
+
+def remove_export(folder: Path, more: Collection[str]) -> None:
+    """Removes an earlier export, which `check_export` recognises."""
+    check_export(folder, more)
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 def export_checkpoints(state: Path, out: Path) -> list[Path]:

@@ -50,11 +50,10 @@ def make_official_vae(state: Path) -> dict[str, Tensor]:
     return {name: tensor.bfloat16().float() for name, tensor in vae.state_dict().items()}
 
 
-def render_training_clip(
-    seed: int, index: int, frames: int, side: int = autoencoder.SIDE
-) -> Tensor:
+def render_training_clip(seed: int, index: int, frames: int) -> Tensor:
     """Renders a training clip, float [3,F,H,W] in [-1, 1]."""
-    video = torch.from_numpy(render_scene(make_random_scene(seed, index), frames, side))
+    scene = make_random_scene(seed, index)
+    video = torch.from_numpy(render_scene(scene, frames, autoencoder.SIDE))
     return video.permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
