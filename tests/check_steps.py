@@ -16,7 +16,7 @@ from pathlib import Path
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.device_check.steps import Figure, Line, Measurements, Step, UnavailableError, make_line
+from tools.device_check.steps import Figure, Line, Measurements, Step, make_line
 from wan.settings.errors import InputError
 
 HANG_LIMIT = 1.5  # seconds of limit
@@ -53,7 +53,7 @@ def stops(bench: object) -> Iterator[Line]:
 
 
 def unavailable(bench: object) -> Iterator[Line]:
-    raise UnavailableError("it does not exist yet")
+    raise InputError("it does not exist yet")
 
 
 def refused(bench: object) -> Iterator[Line]:

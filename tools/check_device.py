@@ -2,9 +2,12 @@
 
     python tools/check_device.py [--full] [--device auto|cpu|cuda|npu] [--only STEP[,STEP]]
     torchrun --nproc_per_node=8 tools/check_device.py
+    python tools/check_device.py --measure DIR [--ranks 8] [--ckpt_dir DIR] [--minutes 25]
 
-Prints a table and writes a JSON file to attach to a bug report. Exit codes: 0 all right, 1
-something is wrong, 2 refused, 130 interrupted. docs/devices.md explains the table.
+Prints each step and writes a JSON file to attach to a bug report. With --measure it then compares
+the communication modes (several ranks), and this program with diffusers from process start to mp4.
+Exit codes: 0 all right, 1 something is wrong, 2 refused, 130 interrupted. docs/devices.md explains
+the table.
 
 Under torchrun the supervising processes of the ranks exchange messages only through torchrun's
 key-value store, never by a collective. If a rank fails, hangs or is killed, the others therefore
@@ -30,22 +33,15 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.device_check import steps as report
-from tools.device_check.process import DeviceError, WorkerKeeper
-from tools.device_check.steps import (
-    ABSENT,
-    OK,
-    STEPS,
-    WRONG,
-    DeviceProperties,
-    Job,
-    Outcome,
-    Step,
-)
+from tools.device_check.measure import measure_programs
+from tools.device_check.steps import ABSENT, OK, STEPS, WRONG, DeviceProperties, Job, Outcome, Step
+from tools.device_check.worker import DeviceError, Worker
 from wan.app.failures import raise_on_sigterm
 from wan.app.flag_parser import Parser
-from wan.app.programs import run_program
+from wan.app.programs import make_argument_type, run_program
 from wan.settings.errors import InputError, Terminated, WriteError, get_exit_code
 from wan.settings.execution import DEVICE_TYPES
+from wan.settings.values import integer, real
 from wan.utils import env
 from wan.utils.files import check_output
 
@@ -65,7 +61,11 @@ def main(argv: Sequence[str] | None = None, steps: tuple[Step, ...] = STEPS) -> 
         with raise_on_sigterm():  # so that SIGTERM also ends the worker
             is_spokesman = env.rank() == 0
             options = _parse_options(argv, steps)
-            return _run_check(options, report.select_steps(options.only, steps))
+            if options.measure is None:
+                return _run_check(options, report.select_steps(options.only, steps))
+            checkpoint = options.ckpt_dir and options.ckpt_dir.absolute()
+            minutes = options.minutes or 25.0
+            return measure_programs(options.measure, options.ranks or 1, checkpoint, minutes)
     except (InputError, WriteError, KeyboardInterrupt, Terminated) as error:
         if is_spokesman:
             is_refusal = isinstance(error, InputError | WriteError)
@@ -85,7 +85,23 @@ def _parse_options(argv: Sequence[str] | None, steps: tuple[Step, ...]) -> argpa
     parser.add_argument("--device", choices=DEVICE_TYPES, default="auto")
     parser.add_argument("--only", metavar="STEP[,STEP]", help="names or numbers of steps")
     parser.add_argument("--json", metavar="FILE", type=Path, default=Path("device_check.json"))
+    parser.add_argument(
+        "--measure", metavar="DIR", type=Path, help="measure speed too, without torchrun"
+    )
+    ranks = make_argument_type(integer(1, 64))
+    parser.add_argument("--ranks", type=ranks, help="of --measure (1)")
+    minutes = make_argument_type(real(0, 1e5, exclude_min=True))
+    parser.add_argument("--minutes", type=minutes, help="of --measure in all (25)")
+    parser.add_argument("--ckpt_dir", type=Path, help="of --measure: t2v-A14B (the demo)")
     options = parser.parse_args(argv)
+    of_measure = (options.ranks, options.minutes, options.ckpt_dir)
+    if options.measure is None and of_measure != (None, None, None):
+        raise InputError("--ranks, --minutes and --ckpt_dir have no effect without --measure.")
+    defaults = (False, "auto", None, Path("device_check.json"))
+    of_check = (options.full, options.device, options.only, options.json)
+    if options.measure is not None and (of_check != defaults or env.world_size() > 1):
+        why = "starts the check itself, with all steps"
+        raise InputError("--measure", why=why, remedy="use only --ranks, --minutes and --ckpt_dir")
     env.check_environment()  # MINDIE_SD_FA_TYPE would replace the kernel that is checked
     path: Path = options.json
     if env.rank() == 0:  # refuse a wrong path before anything is measured
@@ -98,108 +114,66 @@ def _parse_options(argv: Sequence[str] | None, steps: tuple[Step, ...]) -> argpa
 def _run_check(options: argparse.Namespace, steps: list[Step]) -> int:
     """Runs the steps on this rank; returns the exit code. Rank 0 prints and writes the report."""
     start, world, local = time.monotonic(), env.world_size(), env.local_rank()
-    peers = SingleProcess() if world == 1 else TorchrunRanks(env.rank(), world)
+    ranks, worker = Ranks(env.rank(), world), Worker(options.device, local, world)
     folder = Path(tempfile.mkdtemp(prefix="wan-check-"))
     results: list[report.StepResult] = []
-    about: dict[str, Any] = {}
+    about: dict[str, Any] = {"verdict": "interrupted"}
     try:
-        with WorkerKeeper(options.device, local, world) as bed:
-            properties, about = _open_device(bed, peers)
-            if peers.rank == 0:
-                print(f"{properties.name}, {world} rank{'s' * (world > 1)}", flush=True)
-            for index, step in enumerate(steps):
-                job = Job(step, index, options.full, folder, step.is_collective(properties))
-                rank_outcome = _run_step(bed, peers, properties, job, first_here=local == 0)
-                outcomes = peers.gather_outcomes(index, rank_outcome, step.limit)
-                # End the worker only now: the other ranks have this outcome, so that they do not
-                # report a lost connection. A process group ends with its step, and a device error
-                # may persist in its process.
-                if rank_outcome.verdict == WRONG or job.is_collective:
-                    bed.end_worker()
-                results.append((step, merge_outcomes(outcomes), outcomes))
-                if peers.rank == 0:
-                    print(report.format_row(step, results[-1][1]), flush=True)
-    except (KeyboardInterrupt, Terminated):
-        if peers.rank == 0 and results:
-            about |= {"seconds": round(time.monotonic() - start, 1), "full": options.full}
-            _write_report(options.json, results, {"verdict": "interrupted", **about})
-        raise
+        properties, machine = _open_device(worker, ranks)
+        about |= {"facts": asdict(properties), "environment": machine}
+        if ranks.rank == 0:
+            print(f"{properties.name}, {world} rank{'s' * (world > 1)}", flush=True)
+        for index, step in enumerate(steps):
+            job = Job(step, index, options.full, folder, step.is_collective(properties))
+            rank_outcome = _run_step(worker, ranks, properties, job, first_here=local == 0)
+            outcomes = ranks.gather_outcomes(index, rank_outcome, step.limit)
+            # End the worker only now: the other ranks have this outcome, so that they do not
+            # report a lost connection. A process group ends with its step, and a device error
+            # may persist in its process.
+            if rank_outcome.verdict == WRONG or job.is_collective:
+                worker.end()
+            results.append((step, merge_outcomes(outcomes), outcomes))
+            if ranks.rank == 0:
+                print(report.format_row(step, results[-1][1]), flush=True)
+        is_wrong = any(outcome.verdict == WRONG for _, outcome, _ in results)
+        about["verdict"] = WRONG if is_wrong else OK
     finally:
+        worker.end()
         shutil.rmtree(folder, ignore_errors=True)
-    if peers.rank:
-        return peers.share_exit_code(None)
-    code = int(any(outcome.verdict == WRONG for _, outcome, _ in results))
-    about |= {"seconds": round(time.monotonic() - start, 1), "full": options.full}
-    _write_report(options.json, results, {"verdict": WRONG if code else OK, **about})
-    return peers.share_exit_code(code)
+        if ranks.rank == 0 and results:
+            about |= {"seconds": round(time.monotonic() - start, 1), "full": options.full}
+            report.write_json_report(options.json, results, about)
+            print(f"\n{report.format_summary(results)}; {about['seconds']:.0f} s.")
+            print(f"Attach {options.json} to a report.", flush=True)
+    return ranks.share_exit_code(int(about["verdict"] == WRONG))
 
 
-def _write_report(path: Path, results: list[report.StepResult], about: dict[str, Any]) -> None:
-    """Writes the file and prints the table."""
-    report.write_json_report(path, results, about)
-    print(f"\n{report.format_table(results)}\n")
-    print(f"{report.format_summary(results)}; {about['seconds']:.0f} s.")
-    print(f"Attach {path} to a report.", flush=True)
-
-
-def _open_device(
-    bed: WorkerKeeper, peers: SingleProcess
-) -> tuple[DeviceProperties, dict[str, Any]]:
+def _open_device(worker: Worker, ranks: Ranks) -> tuple[DeviceProperties, dict[str, Any]]:
     """Opens the device of this rank. Raises InputError on all ranks if one rank has none."""
-    refusal, worker = None, None
+    refusal, opened = "", None
     try:
-        worker = bed.get_worker()
+        opened = worker.open()
     except (InputError, DeviceError) as error:
         refusal = str(error)
-    refusal = peers.agree_on_refusal(refusal)
-    if refusal is not None or worker is None:
-        raise InputError(refusal or "")
-    about = {"facts": asdict(worker.properties), "environment": worker.environment}
-    return worker.properties, about
+    refusal = ranks.agree_on_refusal(refusal)
+    if refusal or opened is None:
+        raise InputError(refusal)
+    return opened
 
 
 def _run_step(
-    bed: WorkerKeeper,
-    peers: SingleProcess,
-    properties: DeviceProperties,
-    job: Job,
-    first_here: bool,
+    worker: Worker, ranks: Ranks, properties: DeviceProperties, job: Job, first_here: bool
 ) -> Outcome:
     """Runs a step on this rank. first_here: this is the first rank of its machine."""
     missing = job.step.find_obstacle(properties, job.full)
     if missing is not None:
         return Outcome(ABSENT, words=missing)
-    if job.is_collective:
-        return bed.run(job, lambda: peers.find_failure(job.index))
-    if properties.type == "cpu" and not first_here:
+    if properties.type == "cpu" and not (first_here or job.is_collective):
         return Outcome(ABSENT)  # the ranks of a machine have one CPU: one check suffices
-    return bed.run(job)
+    return worker.run(job, lambda: ranks.find_failure(job))
 
 
-class SingleProcess:
-    """The agreement of a single process."""
-
-    rank, world = 0, 1
-
-    def agree_on_refusal(self, refusal: str | None) -> str | None:
-        """Returns the first rank's reason why the check cannot begin; None if all ranks can."""
-        return refusal
-
-    def find_failure(self, index: int) -> str | None:
-        """Returns the reason to end a step in which another rank failed; None if none did."""
-        return None
-
-    def gather_outcomes(self, index: int, outcome: Outcome, limit: float) -> list[Outcome]:
-        """Returns the outcomes of a step, by rank."""
-        return [outcome]
-
-    def share_exit_code(self, code: int | None) -> int:
-        """Returns rank 0's exit code on every rank; other ranks pass None."""
-        assert code is not None
-        return code
-
-
-class TorchrunRanks(SingleProcess):
+class Ranks:
     """The agreement of several ranks through torchrun's store.
 
     Raises:
@@ -208,28 +182,35 @@ class TorchrunRanks(SingleProcess):
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
-        self._store = _open_store()
+        self._store = _open_store() if world > 1 else None
 
-    def agree_on_refusal(self, refusal: str | None) -> str | None:
-        self._store.set(f"hello/{self.rank}", refusal or "")
+    def agree_on_refusal(self, refusal: str) -> str:
+        """Returns the first rank's reason why the check cannot begin; "" if all ranks can."""
+        if self._store is None:
+            return refusal
+        self._store.set(f"hello/{self.rank}", refusal)
         keys = [f"hello/{rank}" for rank in range(self.world)]
-        if not self._wait_for_keys(keys, 600):
+        if not _wait_for_keys(self._store, keys, 600):
             return "not all ranks have opened their devices within 600 s; start all of them."
         refusals = [self._store.get(key).decode() for key in keys]
-        return next((sentence for sentence in refusals if sentence), None)
+        return next((sentence for sentence in refusals if sentence), "")
 
-    def find_failure(self, index: int) -> str | None:
-        key = f"failed/{index}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+    def find_failure(self, job: Job) -> str | None:
+        """Returns the reason to end a step in which another rank failed; None if none did."""
+        key = f"failed/{job.index}"
+        if self._store is None or not self._store.check([key]):
+            return None
+        return self._store.get(key).decode()
 
     def gather_outcomes(self, index: int, outcome: Outcome, limit: float) -> list[Outcome]:
-        if outcome.words and not outcome.words.startswith(
-            ENDED
-        ):  # the others would wait for this rank
+        """Returns the outcomes of a step, by rank."""
+        if self._store is None:
+            return [outcome]
+        if outcome.words and not outcome.words.startswith(ENDED):  # the others would wait for it
             self._store.set(f"failed/{index}", f"{ENDED} rank {self.rank} has")
         self._store.set(f"outcome/{index}/{self.rank}", pickle.dumps(outcome).hex())
         keys = [f"outcome/{index}/{rank}" for rank in range(self.world)]
-        self._wait_for_keys(keys, max(0.0, limit - outcome.seconds) + GRACE)
+        _wait_for_keys(self._store, keys, max(0.0, limit - outcome.seconds) + GRACE)
         lost = Outcome(WRONG, words="the rank does not respond; it may be lost")
         return [
             pickle.loads(bytes.fromhex(self._store.get(key).decode()))
@@ -238,20 +219,25 @@ class TorchrunRanks(SingleProcess):
             for key in keys
         ]
 
-    def share_exit_code(self, code: int | None) -> int:
-        """Shares the code after rank 0 has written its files: torchrun may then end it."""
-        if code is not None:
-            self._store.set("code", str(code))
-            return code
-        return int(self._store.get("code")) if self._wait_for_keys(["code"], GRACE) else 1
+    def share_exit_code(self, code: int) -> int:
+        """Returns rank 0's code, which it shares when it has written its files.
 
-    def _wait_for_keys(self, keys: list[str], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL)
-        return True
+        torchrun may end rank 0 as soon as another rank has ended.
+        """
+        if self._store is None:
+            return code
+        if self.rank == 0:
+            self._store.set("code", str(code))
+        return int(self._store.get("code")) if _wait_for_keys(self._store, ["code"], GRACE) else 1
+
+
+def _wait_for_keys(store: Store, keys: list[str], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL)
+    return True
 
 
 def _open_store() -> Store:

@@ -28,7 +28,7 @@ from tools.device_check.steps import (
     Outcome,
     Step,
     find_worst,
-    format_table,
+    format_row,
     make_line,
     select_steps,
 )
@@ -128,6 +128,10 @@ def test_bad_input(
         "another kind of file": ["--json", "report.txt"],
         "a file in a file": ["--json", "/dev/null/all.json"],
         "an unknown flag": ["--fast"],
+        "ranks of a check": ["--ranks", "2"],
+        "a measurement of one step": ["--measure", "measured", "--only", "vae"],
+        "no ranks": ["--measure", "measured", "--ranks", "0"],
+        "no time": ["--measure", "measured", "--minutes", "0"],
         "a kernel that is replaced": [],
     }
     messages = {}
@@ -203,7 +207,23 @@ def test_ranks_are_joined() -> None:
     assert merge_outcomes([good, Outcome(ABSENT)]).verdict == OK
 
 
-def test_table_has_figures_and_units() -> None:
+def test_measurements_have_limits(tmp_path: Path) -> None:
+    """Each program is ended after its share of the time; a second run replaces the logs."""
+    for _ in range(2):
+        result = subprocess.run(
+            [sys.executable, CHECK, "--measure", str(tmp_path / "out"), "--minutes", "0.01"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert result.returncode == 1, result.stderr
+        assert result.stdout.count("ended after its limit") == 2
+        assert "compare: left out: one rank has no exchanges to compare" in result.stdout
+        logs = sorted(path.name for path in (tmp_path / "out").glob("*.txt"))
+        assert logs == ["against.txt", "check.txt"]
+
+
+def test_rows_have_figures_and_units() -> None:
     step = Step(3, "x", "a title", "m:f", 1.0)
     outcome = Outcome(
         SLOW,
@@ -213,8 +233,8 @@ def test_table_has_figures_and_units() -> None:
             Line("second", ABSENT, (), "no such kernel"),
         ),
     )
-    assert format_table([(step, outcome, [outcome])]).splitlines() == [
-        f" 3  {'a title':<40}{'slow':<14}2.2 s",
+    assert format_row(step, outcome).splitlines() == [
+        f" 3  {'x':<12}{'a title':<36}{'slow':<14}2.2 s",
         "      first: SLOW  rate 1234 GB/s (>= 2000) (cold)",
         "      second: NOT AVAILABLE  no such kernel",
     ]

@@ -23,14 +23,12 @@ from tools.device_check.bench import (
     LIMITS,
     Bench,
     ExactAttention,
-    compute_exact_attention,
     compute_row_distance,
     sample_rows,
 )
 from tools.device_check.steps import (
     Figure,
     Measurements,
-    UnavailableError,
     make_error,
     make_memory,
     make_share,
@@ -45,7 +43,6 @@ from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.interfaces import AttentionInput, Kernel, Target
 from wan.kernels.npu import linear as npu_linear
 from wan.kernels.rainfusion_masks import make_rainfusion_mask
-from wan.kernels.sdpa import CUDNN, EFFICIENT, FLASH, CudaKernel, CudaOperator
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.settings import devices
 from wan.settings.attention import Attention
@@ -55,7 +52,6 @@ from wan.settings.execution import Execution
 from wan.settings.kernels import DENSE_KERNELS
 from wan.settings.numerics import KV_ROWS, Q_ROWS
 from wan.settings.parallel import Parallel
-from wan.testing import measuring
 
 QKV = tuple[Tensor, Tensor, Tensor]
 Shape = tuple[int, int, int]  # queries, keys, heads
@@ -96,11 +92,11 @@ class AttentionCall:
     reference: ExactAttention
     kernels: dict[str, Callable[[], Kernel]]
 
-    def measure(self, run: Callable[..., Tensor], least: float | None) -> list[Figure]:
+    def measure(self, kernel: Kernel, least: float | None) -> list[Figure]:
         """Measures error, time, rate and kernel name. least: minimum share of a product's rate."""
         q, k, _ = self.qkv
-        far = self.reference.measure_error(run(*self.qkv))
-        seconds = self.bench.measure_seconds(lambda: run(*self.qkv))
+        far = self.reference.measure_error(kernel(*self.qkv))
+        seconds = self.bench.measure_seconds(lambda: kernel(*self.qkv))
         rate = 4 * q.numel() * k.shape[1] / seconds
         product, _ = self.bench.measure_matmul(q.dtype)
         return [
@@ -108,7 +104,7 @@ class AttentionCall:
             make_time(seconds),
             Figure("rate", rate / 1e12, "TFLOP/s"),
             make_share("of a product's rate", rate / product, least),
-            Figure("kernel", _read_kernel_name(self.bench, lambda: run(*self.qkv))),
+            Figure("kernel", kernel.name),
         ]
 
 
@@ -120,7 +116,7 @@ def make_calls(bench: Bench, shapes: list[Shape]) -> Iterator[AttentionCall]:
             qkv = bench.make_qkv(queries, keys, heads, dtype)
             noun = "head" if heads == 1 else "heads"
             label = f"{queries} x {keys}, {heads} {noun}, {str(dtype).removeprefix('torch.')}"
-            yield AttentionCall(bench, label, qkv, compute_exact_attention(*qkv), kernels)
+            yield AttentionCall(bench, label, qkv, ExactAttention(*qkv), kernels)
 
 
 def _list_shapes(bench: Bench) -> list[Shape]:
@@ -133,12 +129,7 @@ def _list_shapes(bench: Bench) -> list[Shape]:
 
 
 def _list_kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]]:
-    def make_kernel(attention: Attention) -> Kernel:
-        try:
-            return registry.make_dense_kernel(attention, Target(bench.device, HEAD, dtype))
-        except InputError as error:
-            raise UnavailableError(str(error)) from error
-
+    target = Target(bench.device, HEAD, dtype)
     kernels: dict[str, Callable[[], Kernel]] = {}
     for name, row in DENSE_KERNELS.items():
         needs = ("xfuser", *row.modules) if row.xfuser_member is not None else ()
@@ -146,54 +137,36 @@ def _list_kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Ke
             find_spec(module.split(".")[0]) for module in needs
         ):
             attention = replace(Attention(), **{row.flag: name})  # type: ignore[arg-type]
-            kernels[name] = partial(make_kernel, attention)
+            kernels[name] = partial(registry.make_dense_kernel, attention, target)
     return kernels
 
 
-def _read_kernel_name(bench: Bench, run: measuring.Work) -> str:
-    """Reads the name of CUDA's longest kernel, or of PyTorch's innermost operation on a CPU."""
-    if bench.device.type == "npu":
-        return "see step npu"
-    on_gpu = bench.device.type == "cuda"
-    names = [e for e in bench.profile_events(run) if on_gpu or "attention" in e.name()]
-    if not names:
-        return "not known"
-    inner = max(names, key=lambda e: e.duration_ns() if on_gpu else e.start_ns())
-    return str(inner.name())[:80]
-
-
 def check_dense(bench: Bench) -> Measurements:
-    """Checks every kernel and PyTorch operator on every shape: error, time, kernel name.
+    """Checks every kernel on every shape: error, time, kernel name.
 
     A large call far below the rate of a matrix product is slow; one head alone may not fill a
-    device. PyTorch's operators are measured even if a run would not use them, and their rate is not
-    judged.
+    device.
     """
 
     def measure(call: AttentionCall, name: str) -> list[Figure]:
         row, (q, k, _) = DENSE_KERNELS[name], call.qkv
         if min(q.shape[1], k.shape[1]) < row.min_rows:
-            raise UnavailableError(f"it needs {row.min_rows} rows or more")
+            raise InputError(f"it needs {row.min_rows} rows or more")
         if q.dtype == torch.float32 and "fp32" not in row.precisions:
-            raise UnavailableError("it needs 16-bit tensors")
+            raise InputError("it needs 16-bit tensors")
         is_large = bench.large and k.shape[1] > TEXT and q.shape[2] > 1
         least = LEAST_SHARE if is_large else None
         return call.measure(call.kernels[name](), least)
 
-    def measure_operator(call: AttentionCall, operator: CudaOperator) -> list[Figure]:
-        return call.measure(CudaKernel(operator), None)
-
     for call in make_calls(bench, _list_shapes(bench)):
         for name in call.kernels:
             yield f"{call.label}, {name}", partial(measure, call, name)
-        for operator in (CUDNN, FLASH, EFFICIENT) if bench.device.type == "cuda" else ():
-            yield f"{call.label}, {operator.name}", partial(measure_operator, call, operator)
 
 
 def _make_lse_kernel(make: Callable[[], Kernel]) -> Kernel:
     kernel = make()
     if not kernel.can_return_lse:
-        raise UnavailableError("it returns no log-sum-exp; rings gather keys and values")
+        raise InputError("it returns no log-sum-exp; rings gather keys and values")
     return kernel
 
 
@@ -213,7 +186,7 @@ def check_lse(bench: Bench) -> Measurements:
             ),
             make_time(both),
             Figure("times the result alone", both / alone),
-            Figure("kernel", _read_kernel_name(bench, lambda: kernel.with_lse(*qkv))),
+            Figure("kernel", kernel.name),
         ]
 
     for call in make_calls(bench, [shape for shape in _list_shapes(bench) if shape[2] in (5, 1)]):
@@ -328,12 +301,12 @@ def _measure_backend(
         rounded = q_fp8, k_fp8, v_fp8
         want = _quantize_qkv(Fp8Quantizer(rotations), (q.cpu(), k.cpu(), v.cpu()))
         otherwise = max(_compute_differing_share(*pair) for pair in zip(fp8, want, strict=True))
-        far = compute_exact_attention(*qkv, get_attended_keys).measure_rms(out)
+        far = ExactAttention(*qkv, get_attended_keys).measure_rms(out)
         figures.append(make_error(far, FROM_EXACT, "distance from unquantized"))
         figures.append(Figure("rounded differently on the CPU", otherwise, "%", ROUNDED))
     figures.insert(
         0,
-        make_error(compute_exact_attention(*rounded, get_attended_keys).measure_error(out), limit),
+        make_error(ExactAttention(*rounded, get_attended_keys).measure_error(out), limit),
     )
     return [*figures, bench.measure_time(attend), Figure("kernel", chosen.describe())]
 

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tools.device_check.bench import Bench
-from tools.device_check.network import compute_rms_distance, make_case
+from tools.device_check.bench import Bench, compute_rms_distance
+from tools.device_check.network import make_case
 from tools.device_check.steps import Figure, Measurements, make_error, make_memory
 from wan.checkpoint import layout
 from wan.modules.vae.network import Autoencoder
@@ -30,7 +30,7 @@ VIDEOS = {"2.1": ("t2v-A14B", (1280, 720), 81), "2.2": ("ti2v-5B", (1280, 704), 
 
 
 def check_vae(bench: Bench) -> Measurements:
-    """Checks both VAEs: error against the host, a video's time and memory, tiles, bf16, layouts."""
+    """Checks both VAEs: error against the host, a video's time and memory."""
     for version, (_, size, count) in VIDEOS.items():
         torch.manual_seed(0)  # tiny on a CPU
         network = build_published_vae(version) if bench.large else Autoencoder(version, 8, 10)
@@ -41,8 +41,6 @@ def check_vae(bench: Bench) -> Measurements:
         for verb in ("encode", "decode") if bench.large else ():
             label = f"{version}: {verb}, {count} frames of {size[0]} x {size[1]}"
             yield label, partial(_measure_video, bench, network, version, verb)
-        yield f"{version}: tiles", partial(_compare_tiles, bench, network)
-        yield f"{version}: layouts", partial(_compare_layouts, bench, network)
 
 
 def _measure_errors(bench: Bench, network: Autoencoder) -> list[Figure]:
@@ -94,36 +92,5 @@ def _measure_video(bench: Bench, network: Autoencoder, version: str, verb: str) 
     return figures
 
 
-def _compare_layouts(bench: Bench, network: Autoencoder) -> list[Figure]:
-    """Times decoding in both dtypes, contiguous and channels-last."""
-    size = (3, 30, 52) if bench.large else (2, 4, 6)
-    z = bench.randn(1, network.version.z_dim, *size, dtype=torch.float32)
-    exact, figures = _decode_all(network, z), [Figure("latents", str([*size]))]
-    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
-        contiguous = copy.deepcopy(network).to(dtype)
-        channels_last = copy.deepcopy(contiguous).to_channels_last()
-        for variant, order in ((contiguous, "contiguous"), (channels_last, "channels-last")):
-            far = compute_rms_distance(_decode_all(variant, z), exact)
-            seconds = min(
-                measuring.measure_seconds(partial(_decode_all, variant, z), bench.torch_device)
-                for _ in range(3)
-            )
-            figures += [Figure(f"{name}, {order}", seconds, "s"), Figure("error", far)]
-    return figures
-
-
 def _decode_all(network: Autoencoder, z_BZfhw: Tensor) -> Tensor:
     return torch.cat(list(network.decode(z_BZfhw)), dim=2)
-
-
-def _compare_tiles(bench: Bench, network: Autoencoder) -> list[Figure]:
-    """Measures the distance of decoding in tiles, which blends their borders, from full frames."""
-    channels, model = network.version.z_dim, VideoVAE(network)
-    frames, height, width = (3, 60, 104) if bench.large else (1, 34, 40)
-    factor = 2 if channels == 48 else 1  # the latents of the 2.2 are half as large
-    random = torch.Generator().manual_seed(4)
-    latents = torch.randn(channels, frames, height // factor, width // factor, generator=random)
-    expected = model.decode(latents)
-    size = Figure("frames, height, width", str([*expected.shape[1:]]))
-    far = compute_rms_distance(model.decode_in_tiles(latents), expected)
-    return [size, Figure("distance from full frames", far)]

@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from tools.device_check.steps import DeviceProperties, Figure, Job, make_time
 from wan.device import Device
@@ -31,6 +28,11 @@ HEAD = 128  # channels of a head in every published network
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
 """Largest relative distance of a row from its float64 reference; rounding gives about a tenth."""
 ROWS = 24  # compared query rows
+
+
+def compute_rms_distance(values: Tensor, exact: Tensor) -> float:
+    """Computes the relative rms of the difference; NaN if a value is not finite."""
+    return compute_row_distance(values.flatten()[None], exact.cpu().double().flatten()[None])
 
 
 @dataclass(frozen=True)
@@ -92,17 +94,6 @@ class Bench:
         )
         return peak or None
 
-    def profile_events(self, run: measuring.Work) -> list[Any]:
-        """Returns the events of PyTorch's profiler during a run, on CUDA or on the CPU."""
-        on_gpu = self.device.type == "cuda"
-        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-        with profile(activities=[activity], acc_events=True) as trace:
-            run()
-            measuring.synchronize(self.torch_device)
-        kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-        events = trace.profiler.kineto_results.events()
-        return [event for event in events if event.device_type() == kind]
-
     def measure_matmul(self, dtype: torch.dtype) -> tuple[float, float]:
         """Returns operations per second and error of a large matrix product; measured once."""
         return _measure_matmul(self.torch_device, self.large, dtype)
@@ -162,60 +153,50 @@ def compute_row_distance(values: Tensor, exact: Tensor) -> float:
     return float((difference / exact.norm(dim=-1).clamp_min(1e-30)).max())
 
 
-@dataclass(frozen=True)
 class ExactAttention:
     """float64 attention of sampled rows and heads, on the host.
 
-    Attributes:
-        rows: Indices of the sampled rows.
-        heads: Indices of the sampled heads.
-        out: [rows, heads, D].
-        lse: Log-sum-exp of the logits, [rows, heads].
+    Args:
+        q, k, v: [1,S,N,D] on any device.
+        get_attended_keys: (head, row) -> bool [keys], the keys that a row attends to; None: all.
     """
 
-    rows: list[int]
-    heads: list[int]
-    out: Tensor
-    lse: Tensor
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        get_attended_keys: Callable[[int, int], Tensor] | None = None,
+    ) -> None:
+        self._rows = sample_rows(q.shape[1])
+        self._heads = sorted({0, q.shape[2] // 2, q.shape[2] - 1})
+        q_NrD, k_NSD, v_NSD = (
+            x[0, :, self._heads].transpose(0, 1).cpu().double() for x in (q[:, self._rows], k, v)
+        )
+        logits = q_NrD @ k_NSD.mT * q.shape[3] ** -0.5
+        if get_attended_keys is not None:
+            masks = [[get_attended_keys(h, row) for row in self._rows] for h in self._heads]
+            mask = torch.stack([torch.stack(rows) for rows in masks])
+            logits = logits.masked_fill(~mask, -torch.inf)
+        self._out_NrD, self._lse_Nr = logits.softmax(-1) @ v_NSD, logits.logsumexp(-1)
+
+    def _sample(self, out_BSND: Tensor) -> Tensor:
+        return out_BSND[0, self._rows][:, self._heads].transpose(0, 1)
 
     def measure_error(self, out_BSND: Tensor) -> float:
         """Returns the largest relative distance of a result's sampled rows; NaN if not finite."""
         if not bool(torch.isfinite(out_BSND).all()):
             return float("nan")
-        return compute_row_distance(out_BSND[0, self.rows][:, self.heads], self.out)
+        return compute_row_distance(self._sample(out_BSND), self._out_NrD)
 
     def measure_rms(self, out_BSND: Tensor) -> float:
         """Returns the relative rms distance over all sampled rows."""
-        sampled = out_BSND[0, self.rows][:, self.heads]
-        return compute_row_distance(sampled.flatten()[None], self.out.flatten()[None])
+        return compute_rms_distance(self._sample(out_BSND), self._out_NrD)
 
     def measure_lse_error(self, lse_BNS: Tensor) -> float:
         """Returns the largest distance of the sampled log-sum-exps."""
-        sampled = lse_BNS[0, self.heads][:, self.rows].transpose(0, 1)
-        return float((sampled.cpu().double() - self.lse).abs().max())
-
-
-def compute_exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, get_attended_keys: Callable[[int, int], Tensor] | None = None
-) -> ExactAttention:
-    """Computes the reference for q, k, v [1,S,N,D] of any device on the host.
-
-    Args:
-        seen: (head, row) -> bool [keys], the keys that a row attends to; None: all keys.
-    """
-    rows, heads = sample_rows(q.shape[1]), sorted({0, q.shape[2] // 2, q.shape[2] - 1})
-    outs, sums = [], []
-    for head in heads:
-        q_rD, k_SD, v_SD = (
-            x.cpu().double() for x in (q[0, rows, head], k[0, :, head], v[0, :, head])
-        )
-        logits = q_rD @ k_SD.T * q.shape[3] ** -0.5
-        if get_attended_keys is not None:
-            mask = torch.stack([get_attended_keys(head, row) for row in rows])
-            logits = logits.masked_fill(~mask, -torch.inf)
-        outs.append(logits.softmax(-1) @ v_SD)
-        sums.append(logits.logsumexp(-1))
-    return ExactAttention(rows, heads, torch.stack(outs, 1), torch.stack(sums, 1))
+        sampled = lse_BNS[0, self._heads][:, self._rows]
+        return float((sampled.cpu().double() - self._lse_Nr).abs().max())
 
 
 def format_ranks(sizes: Sequence[int]) -> str:

@@ -19,7 +19,6 @@ from tools.device_check.steps import (
     SLOW,
     Figure,
     Measurements,
-    UnavailableError,
     make_error,
     make_line,
     make_share,
@@ -27,6 +26,7 @@ from tools.device_check.steps import (
 from wan.checkpoint.load import ModelSpec, make_dit_dtype_rule, read_headers
 from wan.modules.model import WanModel
 from wan.pipeline.pipeline import Experts
+from wan.settings.errors import InputError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LEAST_SHARE = 0.25  # of the rate of a plain copy to the device, for files in the page cache
@@ -66,13 +66,13 @@ def _make_spec(bench: Bench, path: Path) -> ModelSpec[WanModel]:
 
 
 def _drop_pages(path: Path) -> None:
-    """Drops the file's pages from the page cache; UnavailableError if the system keeps them."""
+    """Drops the file's pages from the page cache; InputError if the system keeps them."""
     if not hasattr(os, "posix_fadvise"):
-        raise UnavailableError("the system does not let a program drop a file's pages")
+        raise InputError("the system does not let a program drop a file's pages")
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if measure_resident_share(path) >= 0.05:
-        raise UnavailableError("the system keeps the file in memory")
+        raise InputError("the system keeps the file in memory")
 
 
 def measure_resident_share(path: Path) -> float:
@@ -87,19 +87,12 @@ def measure_resident_share(path: Path) -> float:
         failed = library.mincore(address, ctypes.c_size_t(size), held)
         del view
     if failed:
-        raise UnavailableError(f"mincore: {os.strerror(ctypes.get_errno())}")
+        raise InputError(f"mincore: {os.strerror(ctypes.get_errno())}")
     return sum(page & 1 for page in held) / pages
 
 
 def check_loading(bench: Bench) -> Measurements:
     """Checks loading of files of both dtypes, from the disk and from memory."""
-
-    def measure_copy_rate(pinned: bool) -> float:
-        """Returns bytes per second."""
-        source = torch.ones(256 << 20 if bench.large else 32 << 20, dtype=torch.uint8)
-        source = source.pin_memory() if pinned else source
-        target = torch.empty_like(source, device=bench.torch_device)
-        return source.nbytes / bench.measure_seconds(lambda: target.copy_(source))
 
     def measure_loading(path: Path, state: str) -> list[Figure]:
         if state == "cold":
@@ -127,11 +120,10 @@ def check_loading(bench: Bench) -> Measurements:
             figures.append(make_share("of a plain copy's rate", kept_rate / to_device, least))
         return figures
 
-    to_device = measure_copy_rate(pinned=False)
+    source = torch.ones(256 << 20 if bench.large else 32 << 20, dtype=torch.uint8)
+    target = torch.empty_like(source, device=bench.torch_device)
+    to_device = source.nbytes / bench.measure_seconds(lambda: target.copy_(source))
     yield make_line("plain copy to the device", Figure("rate", to_device / 1e9, "GB/s"))
-    if bench.device.type != "cpu":
-        label = "plain copy from pinned memory"
-        yield label, lambda: [Figure("rate", measure_copy_rate(pinned=True) / 1e9, "GB/s")]
     for kind in DTYPES:
         path = _write_weights(bench, kind)
         for state in ("cold", "hot"):

@@ -15,7 +15,7 @@ import torch
 
 import wan
 from tools.device_check.bench import LIMITS, Bench
-from tools.device_check.steps import Figure, Measurements, make_absent, make_error, make_line
+from tools.device_check.steps import Figure, Measurements, make_error, make_line
 from wan import device as devices
 from wan.device import Device
 from wan.pipeline.memory_estimate import query_gpu_memory
@@ -45,9 +45,7 @@ def describe_machine(device: Device) -> dict[str, Any]:
     if device.type == "cuda":
         nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
         entries |= {
-            "driver": _read_first_line(
-                "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-            ),
+            "driver": _read_driver(),
             "CUDA": torch.version.cuda,
             "compute capability": "{}.{}".format(*torch.cuda.get_device_capability(torch_device)),
             "cuDNN": torch.backends.cudnn.version(),
@@ -63,24 +61,19 @@ def describe_machine(device: Device) -> dict[str, Any]:
     return entries
 
 
-def _read_first_line(*command: str) -> str:
-    """Returns the first line of a program's output, or "not known"."""
+def _read_driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return "not known"
-    return next(iter(process.stdout.splitlines()), "not known").strip()
+    return process.stdout.partition("\n")[0].strip() or "not known"
 
 
 def _read_version(*paths: Path) -> str:
-    for path in paths:
-        try:
-            match = _VERSION.search(path.read_text(errors="replace"))
-        except OSError:
-            continue
-        if match:
-            return match[1]
-    return "not known"
+    texts = [path.read_text(errors="replace") for path in paths if path.is_file()]
+    match = _VERSION.search("\n".join(texts))
+    return match[1] if match else "not known"
 
 
 def check_machine(bench: Bench) -> Measurements:
@@ -106,15 +99,8 @@ def check_machine(bench: Bench) -> Measurements:
         convolutions = Figure("in convolutions", str(torch.backends.cudnn.allow_tf32))
         products = Figure("in products", str(torch.backends.cuda.matmul.allow_tf32))
         yield make_line("TF32", convolutions, products)
-    elif device.type == "npu":
-        yield make_absent("HF32", "PyTorch has no public query for it; step vae shows its error")
-    else:
-        yield make_absent("TF32", "CPUs have none")
     compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        yield make_absent("C++ compiler", "none; --compile needs one on CPUs and GPUs")
-    else:
-        yield make_line("C++ compiler", Figure("path", compiler))
+    yield make_line("C++ compiler", Figure("path", compiler or "none; --compile needs one"))
     for dtype in (torch.float32, torch.bfloat16):
         rate, far = bench.measure_matmul(dtype)
         label = f"matrix product, {str(dtype).removeprefix('torch.')}"

@@ -10,7 +10,6 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
 
 from tools.device_check import steps
-from tools.device_check.bench import Bench, compute_row_distance, format_ranks
+from tools.device_check.bench import Bench, compute_rms_distance, format_ranks
 from tools.device_check.steps import (
     SLOW,
     Figure,
@@ -39,7 +38,7 @@ from wan.distributed.fsdp import FsdpSharding
 from wan.distributed.mesh import ParallelGroups
 from wan.distributed.ring import RING_TYPES
 from wan.kernels.forward_context import StepInfo
-from wan.kernels.interfaces import Kernel, Target
+from wan.kernels.interfaces import Target
 from wan.kernels.registry import SelectedKernels, select_kernels
 from wan.modules.model import WanModel
 from wan.pipeline import build
@@ -65,9 +64,7 @@ PLAN = 1.1  # largest measured memory over planned memory
 SMALL = (3, 8, 12)  # token grid for the comparison with float32 on the host
 FORWARDS = 20
 LOOP = 60.0  # seconds in each mode
-WINDOW = 10.0  # seconds at the beginning and end of a loop that are compared
 GROWN = 1.05  # largest peak memory of many forwards over that of one
-POWER = "not measured here yet; run `nvidia-smi dmon` or `npu-smi` during this step"
 
 
 @dataclass(frozen=True)
@@ -169,28 +166,6 @@ def _load_weights(model: WanModel, weights: Weights) -> WanModel:
     return model.eval().requires_grad_(False)
 
 
-def compute_rms_distance(values: Tensor, want: Tensor) -> float:
-    """Computes the relative rms of the difference; NaN if a value is not finite."""
-    return compute_row_distance(values.flatten()[None], want.cpu().double().flatten()[None])
-
-
-class _RecordingKernel:
-    """Implements `wan.kernels.interfaces.Kernel`: wraps a kernel and records its calls."""
-
-    can_return_lse = False
-
-    def __init__(self, kernel: Kernel, calls: list[measuring.TorchCall]) -> None:
-        self.name, self._kernel, self._calls, self.is_recording = kernel.name, kernel, calls, True
-
-    def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
-        if self.is_recording:
-            self._calls.append((self._kernel, (q_BSND, k_BSND, v_BSND)))
-        return self._kernel(q_BSND, k_BSND, v_BSND)
-
-    def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
-        return self._kernel.with_lse(q_BSND, k_BSND, v_BSND)
-
-
 def check_forward(bench: Bench) -> Measurements:
     """Checks error against the host, memory against the plan, time of products, host waits."""
     case = make_case(bench)
@@ -225,34 +200,15 @@ def check_forward(bench: Bench) -> Measurements:
 
 
 def _measure_time(case: Case, weights: Weights, inputs: ForwardInputs) -> list[Figure]:
-    """Times a forward and its matrix products alone, in turn; derives the others' share."""
-    selected, calls = case.selected, list[measuring.TorchCall]()
-    kernels = [
-        _RecordingKernel(kernel, calls)
-        for kernel in (selected.dense_kernel, selected.cross_attention_kernel)
-    ]
-    model = case.make_model(
-        weights, replace(selected, dense_kernel=kernels[0], cross_attention_kernel=kernels[1])
-    )
-    with torch.compiler.set_stance("force_eager"), measuring.RecordProducts() as record:
-        inputs.run(model)
-    for kernel in kernels:
-        kernel.is_recording = False
-    flops = sum(2 * x.numel() * len(weight) for _, (x, weight, *_) in record.linear)
-    flops += sum(4 * q.numel() * k.shape[1] for _, (q, k, _) in calls)
-    runs: dict[str, measuring.Work] = {
-        "forward": lambda: inputs.run(model),
-        "linear": lambda: measuring.replay_calls(record.linear),
-        "attention": lambda: measuring.replay_calls(calls),
-    }
-    times = measuring.time_interleaved(runs, 3, case.bench.torch_device)
-    seconds, products, attention = (statistics.median(times[name]) for name in runs)
+    """Times a forward, and compares its rate with that of one large matrix product."""
+    model, tokens = case.make_model(weights), prod(inputs.grid)
+    seconds = case.bench.measure_seconds(lambda: inputs.run(model))
+    text, dim, hidden = len(inputs.text), case.config["dim"], case.config["ffn_dim"]
+    products = tokens * (6 * dim + 2 * hidden) * dim + 2 * text * dim**2
+    flops = LAYERS * (2 * products + 4 * tokens * (tokens + text) * dim)
     rate, _ = case.bench.measure_matmul(torch.bfloat16)
     return [
         make_time(seconds / LAYERS, "a layer"),
-        steps.make_share("linear layers", products / seconds),
-        steps.make_share("attention", attention / seconds),
-        steps.make_share("all else", 1 - (products + attention) / seconds),
         Figure("rate", flops / seconds / 1e12, "TFLOP/s"),
         steps.make_share("of a product's rate", flops / seconds / rate),
     ]
@@ -351,32 +307,6 @@ def check_layers(bench: Bench) -> Measurements:
                 Figure("of one device's time", 100 * seconds / alone, "%"),
                 make_memory("memory", held),
             )
-    if bench.device.type == "cuda":
-        yield "exchanges of mode 1", partial(_check_one_stream, case, inputs, weights)
-    else:
-        yield steps.make_absent("gaps between kernels", "only CUDA's profiler is read")
-
-
-def _check_one_stream(case: Case, inputs: ForwardInputs, weights: Weights) -> list[Figure]:
-    """Checks that exchanges and attention of mode 1 alternate on one stream; measures the gaps."""
-    world = dist.get_world_size()
-    model = case.make_rank_model(Parallel(world, 1, 1, world, comm_type=1), weights)
-    inputs.run(model)
-    events = case.bench.profile_events(lambda: inputs.run(model))
-    sent = [e for e in events if "nccl" in e.name().lower()]
-    flash = [e for e in events if any(x in e.name() for x in ("flash", "fmha", "sdpa"))]
-    if not sent or not flash:
-        raise steps.UnavailableError("the profiler names no such kernels")
-    streams = {e.device_resource_id() for e in (*sent, *flash)}
-    flash.sort(key=lambda e: e.start_ns())
-    gaps = [
-        (b.start_ns() - a.start_ns() - a.duration_ns()) / 1e6
-        for a, b in zip(flash, flash[1:], strict=False)
-    ]
-    return [
-        Figure("streams", len(streams), "", 1, verdict=SLOW),
-        Figure("median gap between attention kernels", sorted(gaps)[len(gaps) // 2], "ms"),
-    ]
 
 
 def check_ring(bench: Bench) -> Measurements:
@@ -410,7 +340,6 @@ def check_loops(bench: Bench) -> Measurements:
     for mode, row in MODES.items():
         model = case.make_rank_model(Parallel(world, 1, 1, world, comm_type=mode), weights)
         yield make_line(row.name, *_run_minute(bench, model, inputs))
-    yield steps.make_absent("power and clock", POWER)
 
 
 def _run_minute(bench: Bench, model: WanModel, inputs: ForwardInputs) -> list[Figure]:
@@ -423,21 +352,14 @@ def _run_minute(bench: Bench, model: WanModel, inputs: ForwardInputs) -> list[Fi
         is_running.fill_(time.perf_counter() - start < LOOP)
         if bench.team is not None:
             dist.broadcast(is_running, src=0)
-    first, last = _compute_mean_within(times, WINDOW), _compute_mean_within(times[::-1], WINDOW)
+    count = -(-len(times) // 6)  # those of about ten seconds
+    first, last = statistics.mean(times[:count]), statistics.mean(times[-count:])
     return [
         Figure("forwards", len(times)),
         make_time(first / LAYERS, "a layer at first"),
         make_time(last / LAYERS, "a layer at last"),
         Figure("last / first", last / first),
     ]
-
-
-def _compute_mean_within(times: list[float], seconds: float) -> float:
-    """Computes the mean time of the first forwards that end within `seconds`."""
-    included = [
-        duration for duration, end in zip(times, accumulate(times), strict=True) if end <= seconds
-    ]
-    return statistics.mean(included or times[:1])
 
 
 def check_fsdp(bench: Bench) -> Measurements:

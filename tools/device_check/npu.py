@@ -5,7 +5,6 @@ Legend: B batch, S tokens, N heads, D head size.
 
 from __future__ import annotations
 
-import csv
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -15,16 +14,15 @@ import torch
 from torch import Tensor
 
 from tools.device_check.attention import LONG
-from tools.device_check.bench import HEAD, LIMITS, Bench, compute_exact_attention
-from tools.device_check.network import compute_rms_distance, make_case
-from tools.device_check.steps import (
-    SLOW,
-    Figure,
-    Measurements,
-    UnavailableError,
-    make_absent,
-    make_error,
+from tools.device_check.bench import (
+    HEAD,
+    LIMITS,
+    Bench,
+    ExactAttention,
+    compute_rms_distance,
 )
+from tools.device_check.network import make_case
+from tools.device_check.steps import SLOW, Figure, Measurements, make_error
 from wan.kernels.registry import make_vendor_ops
 from wan.modules.rope import RopeTable, apply_rope, make_rope_table
 from wan.settings.kernels import SMALL_OPS
@@ -36,13 +34,13 @@ _FALLBACK = "fall back to run on the cpu"  # torch-npu's warning about a missing
 
 
 def check_npu(bench: Bench) -> Measurements:
-    """Checks RoPE forms, attention layouts, operators that fall back to the CPU, kernel names."""
+    """Checks RoPE, attention layouts, and operators that fall back to the CPU."""
     grid = (21, 45, 80) if bench.large else (3, 8, 12)
     cos, sin = make_rope_table(grid, HEAD)
     table = (cos.to(bench.torch_device), sin.to(bench.torch_device))
     x = bench.randn(1, len(cos), 40 if bench.large else 4, HEAD, dtype=torch.float32)
     wanted = apply_rope(x.cpu().double(), (cos.double(), sin.double()))
-    forms: dict[str, Rotate] = {"the plain form": apply_rope, "pairs apart": _rotate_pairs}
+    forms: dict[str, Rotate] = {"the plain form": apply_rope}
     has_rope = bench.device.capabilities.has_kernel(SMALL_OPS["rope"])
     one_kernel = make_vendor_ops(["rope"]).rope if has_rope else None
     if one_kernel is not None:
@@ -59,21 +57,6 @@ def check_npu(bench: Bench) -> Measurements:
     for layout in ("BSND", "BNSD"):
         yield f"npu_fusion_attention, {layout}", partial(_check_layout, bench, qkv, layout)
     yield "operators on the CPU", partial(_find_fallbacks, bench)
-    yield "kernels of a forward", partial(_list_longest_kernels, bench)
-    yield make_absent("clock", "mindiesd sets it (--fa_freq_cap), and no tool can read it")
-    yield make_absent(
-        "ASCEND_LAUNCH_BLOCKING",
-        "set by the environment: run `ASCEND_LAUNCH_BLOCKING=1 python tools/check_device.py "
-        "--only forward,layers` and compare the times",
-    )
-
-
-def _rotate_pairs(x_BSND: Tensor, table: RopeTable) -> Tensor:
-    """Rotates by unbinding the halves of each pair and stacking them again, without a flip."""
-    cos, signed = table
-    a, b = x_BSND.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[..., ::2], signed[..., 1::2]
-    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
 
 
 def _check_layout(bench: Bench, qkv: tuple[Tensor, Tensor, Tensor], layout: str) -> list[Figure]:
@@ -90,7 +73,7 @@ def _check_layout(bench: Bench, qkv: tuple[Tensor, Tensor, Tensor], layout: str)
         )[0]
         return out if layout == "BSND" else out.transpose(1, 2).contiguous()
 
-    far = compute_exact_attention(*qkv).measure_error(attend())
+    far = ExactAttention(*qkv).measure_error(attend())
     return [make_error(far, LIMITS[torch.bfloat16]), bench.measure_time(attend)]
 
 
@@ -107,34 +90,3 @@ def _find_fallbacks(bench: Bench) -> list[Figure]:
     )
     figure = Figure("of a forward", len(names), "", 0, verdict=SLOW)
     return [figure, *([Figure("names", ", ".join(names))] if names else [])]
-
-
-def _list_longest_kernels(bench: Bench) -> list[Figure]:
-    """Lists the longest kernels of a forward by torch-npu's profiler."""
-    import torch_npu
-
-    profiler: Any = getattr(torch_npu, "profiler", None)
-    if profiler is None:
-        raise UnavailableError("torch-npu has no profiler here")
-    case = make_case(bench)
-    model, inputs = case.make_model(case.make_weights()), case.make_inputs()
-    inputs.run(model)
-    folder = bench.folder / "profile"
-    with profiler.profile(
-        activities=[profiler.ProfilerActivity.NPU],
-        on_trace_ready=profiler.tensorboard_trace_handler(str(folder)),
-    ):
-        inputs.run(model)
-        bench.device.synchronize()
-    microseconds: dict[str, float] = {}
-    for path in folder.rglob("kernel_details.csv"):
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for entry in csv.DictReader(file):
-                name = entry.get("Type") or entry.get("Name") or "?"
-                microseconds[name] = microseconds.get(name, 0.0) + float(
-                    entry.get("Duration(us)") or 0
-                )
-    if not microseconds:
-        raise UnavailableError("the profiler has written no kernel_details.csv")
-    longest = sorted(microseconds.items(), key=lambda item: -item[1])[:12]
-    return [Figure(name, us / 1e3, "ms") for name, us in longest]

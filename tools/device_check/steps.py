@@ -4,8 +4,8 @@ This module does not import torch, because the process that supervises the steps
 
 A step is a generator function `work(bench)`. It yields a finished `Line`, or a name and a function
 that measures the figures: the worker calls that function, so that an error in one measurement does
-not end the step. Each line is reported at once, so that the lines of a step that hangs or crashes
-later are not lost.
+not end the step. A measurement that is not possible here raises InputError with the reason. Each
+line is reported at once, so that the lines of a step that hangs or crashes later are not lost.
 """
 
 from __future__ import annotations
@@ -26,10 +26,6 @@ from wan.utils.files import make_json_kind, write_output
 REPORT = make_json_kind("a report of check_device.py", "verdict", "facts", "environment", "steps")
 OK, SLOW, ABSENT, WRONG = "ok", "slow", "not available", "wrong"
 _FROM_GOOD_TO_BAD = (ABSENT, OK, SLOW, WRONG)
-
-
-class UnavailableError(Exception):
-    """A measurement is not possible here; the message is the reason. The device has not failed."""
 
 
 def find_worst(verdicts: Iterable[str]) -> str:
@@ -249,28 +245,16 @@ StepResult = tuple[Step, Outcome, list[Outcome]]
 
 
 def format_row(step: Step, outcome: Outcome) -> str:
-    """Formats one line for an ended step."""
-    return f"{step.name:<12}{outcome.verdict:<14}{_format_time(outcome)}".rstrip()
-
-
-def format_table(results: Sequence[StepResult]) -> str:
-    """Formats a row for each step, followed by a row for each of its measurements."""
-    rows = []
-    for step, outcome, _ in results:
-        rows.append(
-            f"{step.number:>2}  {step.title:<40}{outcome.verdict:<14}{_format_time(outcome)}"
-        )
-        rows += [f"      {outcome.words}"] if outcome.words else []
-        for line in outcome.lines:
-            verdict = "" if line.verdict == OK else f"{line.verdict.upper()}  "
-            figures = ", ".join(map(str, line.figures))
-            reason = f"({line.words})" if line.words and figures else line.words
-            rows.append(f"      {line.what}: {verdict}{' '.join(filter(None, (figures, reason)))}")
-    return "\n".join(rows)
-
-
-def _format_time(outcome: Outcome) -> str:
-    return f"{outcome.seconds:.1f} s" if outcome.seconds else ""
+    """Formats a line for a step, followed by a line for each of its measurements."""
+    seconds = f"{outcome.seconds:.1f} s" if outcome.seconds else ""
+    rows = [f"{step.number:>2}  {step.name:<12}{step.title:<36}{outcome.verdict:<14}{seconds}"]
+    rows += [outcome.words] if outcome.words else []
+    for line in outcome.lines:
+        verdict = "" if line.verdict == OK else f"{line.verdict.upper()}  "
+        figures = ", ".join(map(str, line.figures))
+        reason = f"({line.words})" if line.words and figures else line.words
+        rows.append(f"{line.what}: {verdict}{' '.join(filter(None, (figures, reason)))}")
+    return "\n      ".join(rows).rstrip()
 
 
 def format_summary(results: Sequence[StepResult]) -> str:

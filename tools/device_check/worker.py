@@ -36,7 +36,6 @@ from tools.device_check.steps import (
     Job,
     Line,
     Outcome,
-    UnavailableError,
     find_worst,
     make_absent,
     make_line,
@@ -64,25 +63,48 @@ class DeviceError(Exception):
 
 
 class Worker:
-    """A process that holds the device.
+    """A process that holds the device. It starts when it is needed, also after `end`.
 
     Args:
         kind: Value of --device.
         index: Number of the device on this machine.
         world: Number of ranks.
-
-    Raises:
-        InputError: The device is refused.
-        DeviceError: The process does not start.
     """
 
     def __init__(self, kind: str, index: int, world: int) -> None:
-        self._written = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the worker)
+        self._device, self._failures = (kind, index, world), 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def open(self) -> tuple[DeviceProperties, dict[str, Any]]:
+        """Starts the process; returns the device's properties and the machine's description.
+
+        Raises:
+            InputError: The device is refused.
+            DeviceError: The process does not start.
+        """
+        if self._failures >= TRIES:
+            raise DeviceError(f"the device could not be opened {TRIES} times in a row")
+        self._failures += 1
+        self._start()
+        deadline = time.monotonic() + START
+        while (answer := self._read_answer()) is None and time.monotonic() < deadline:
+            pass
+        if isinstance(answer, tuple):
+            self._failures = 0
+            return answer
+        tail = self._read_tail()
+        self.end()
+        if isinstance(answer, InputError):
+            raise answer
+        why = f"no answer within {START:.0f} s" if answer is None else answer.reason
+        raise DeviceError(f"the device's process did not start: {why}\n{tail}")
+
+    def _start(self) -> None:
+        self._written = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
         self._pipe, theirs = Pipe()
         paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
-        program = f"from {__name__} import serve; serve({theirs.fileno()})"
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", program],
+            [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
             stdin=subprocess.DEVNULL,
             stdout=self._written,
             stderr=subprocess.STDOUT,
@@ -91,61 +113,52 @@ class Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
         theirs.close()
-        try:
-            self._send((kind, index, world))
-            deadline = time.monotonic() + START
-            while (answer := self._read_answer()) is None:
-                if time.monotonic() > deadline:
-                    raise self._make_start_error(f"no answer within {START:.0f} s")
-            if isinstance(answer, InputError):
-                raise answer
-            if isinstance(answer, _End):
-                raise self._make_start_error(answer.reason)
-        except BaseException:
-            self.end()
-            raise
-        self.properties: DeviceProperties = answer[0]
-        self.environment: dict[str, Any] = answer[1]
+        self._send(self._device)
 
-    def run(self, job: Job, stop: Callable[[], str | None]) -> Outcome:
-        """Runs a step. The caller must end the worker if the outcome is WRONG.
+    def run(self, job: Job, find_reason_to_stop: Callable[[], str | None]) -> Outcome:
+        """Runs a step, a collective one in a new process.
+
+        The caller must end the worker if the outcome is WRONG.
 
         Args:
-            stop: Polled while the step runs; returns a reason to end the step, or None.
+            find_reason_to_stop: Polled while the step runs.
         """
-        start, lines = time.monotonic(), list[Line]()
-
-        def make_outcome(end: _End, tail: Callable[[], str]) -> Outcome:
-            verdict = (
-                end.verdict
-                if end.verdict == WRONG
-                else find_worst(step_line.verdict for step_line in lines)
-            )
-            output = tail() if end.verdict == WRONG else ""
-            return Outcome(verdict, time.monotonic() - start, tuple(lines), end.reason, output)
-
+        if job.is_collective:
+            self.end()
+        try:
+            if self._process is None:
+                self.open()
+        except (InputError, DeviceError) as error:
+            reason, _, tail = str(error).partition("\n")
+            return Outcome(WRONG, 0.0, (), reason, tail)
+        start, lines, end, tail = time.monotonic(), list[Line](), None, ""
         self._send(job)
-        while True:
-            answer, limit = self._read_answer(), job.step.limit
+        while end is None:
+            answer = self._read_answer()
             if isinstance(answer, Line):
                 lines.append(answer)
             elif answer is not None:
-                return make_outcome(answer, self._read_tail)
-            elif (why := stop()) is not None:
-                return make_outcome(_End(WRONG, why), self._read_stacks)
-            elif time.monotonic() - start > limit:
-                return make_outcome(
-                    _End(WRONG, f"it did not end within {limit:g} s"), self._read_stacks
-                )
+                end, tail = answer, self._read_tail()
+            elif (why := find_reason_to_stop()) is not None:
+                end, tail = _End(WRONG, why), self._read_stacks()
+            elif time.monotonic() - start > job.step.limit:
+                why = f"it did not end within {job.step.limit:g} s"
+                end, tail = _End(WRONG, why), self._read_stacks()
+        seconds, is_wrong = time.monotonic() - start, end.verdict == WRONG
+        verdict = WRONG if is_wrong else find_worst(line.verdict for line in lines)
+        return Outcome(verdict, seconds, tuple(lines), end.reason, tail if is_wrong else "")
 
     def end(self) -> None:
-        """Kills the worker and its children; does not wait for one that is stuck in the driver."""
+        """Kills the process and its children; does not wait for one stuck in the driver."""
+        if self._process is None:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         self._pipe.close()
         self._written.close()
+        self._process = None
 
     def _send(self, message: object) -> None:
         with contextlib.suppress(BrokenPipeError):  # an ended worker is detected on reading
@@ -153,6 +166,7 @@ class Worker:
 
     def _read_answer(self) -> Any:
         """Reads the next message: an `_End` if the process ended, None without a message."""
+        assert self._process is not None
         alive = self._process.poll() is None
         with contextlib.suppress(EOFError, ConnectionError):
             if self._pipe.poll(_POLL):
@@ -166,11 +180,9 @@ class Worker:
             return _End(WRONG, f"its process was ended by {signal.Signals(-code).name}")
         return _End(WRONG, f"its process ended with exit code {code}")
 
-    def _make_start_error(self, why: str) -> DeviceError:
-        return DeviceError(f"the device's process did not start: {why}\n{self._read_tail()}")
-
     def _read_stacks(self) -> str:
         """Returns the output with all threads' stacks, which faulthandler writes even in a hang."""
+        assert self._process is not None
         self._process.send_signal(signal.SIGUSR1)
         time.sleep(_LAST_WORDS)
         return self._read_tail()
@@ -178,46 +190,6 @@ class Worker:
     def _read_tail(self) -> str:
         self._written.seek(0)
         return self._written.read().decode(errors="replace")[-_TAIL:]
-
-
-class WorkerKeeper:
-    """Reuses a worker until a step fails. A context manager; takes the arguments of `Worker`."""
-
-    def __init__(self, *worker_arguments: Any) -> None:
-        self._worker_arguments, self._failures = worker_arguments, 0
-        self._worker: Worker | None = None
-
-    def __enter__(self) -> WorkerKeeper:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end_worker()
-
-    def get_worker(self) -> Worker:
-        """Returns the worker; starts one if there is none."""
-        if self._failures >= TRIES:
-            raise DeviceError(f"the device could not be opened {TRIES} times in a row")
-        if self._worker is None:
-            self._failures += 1
-            self._worker = Worker(*self._worker_arguments)
-            self._failures = 0
-        return self._worker
-
-    def end_worker(self) -> None:
-        """Ends the worker, so that the next step gets a new one."""
-        if self._worker is not None:
-            self._worker.end()
-            self._worker = None
-
-    def run(self, job: Job, stop: Callable[[], str | None] = lambda: None) -> Outcome:
-        """Runs a step; a collective step runs in a new process."""
-        if job.is_collective:
-            self.end_worker()
-        try:
-            return self.get_worker().run(job, stop)
-        except (InputError, DeviceError) as error:
-            reason, _, tail = str(error).partition("\n")
-            return Outcome(WRONG, 0.0, (), reason, tail)
 
 
 def serve(fd: int) -> None:
@@ -246,12 +218,10 @@ def serve(fd: int) -> None:
         end = _End(OK)
         try:
             step_bench = bench.make_bench(device, job)
-            for measurement in getattr(importlib.import_module(module), function)(step_bench):
-                pipe.send(
-                    measurement if isinstance(measurement, Line) else _measure_line(*measurement)
-                )
-        except (UnavailableError, InputError) as error:
-            end = _End(ABSENT, str(error))
+            for item in getattr(importlib.import_module(module), function)(step_bench):
+                pipe.send(item if isinstance(item, Line) else _measure_line(*item))
+        except InputError as reason:
+            end = _End(ABSENT, str(reason))
         except BaseException as error:
             traceback.print_exc()
             end = _End(ABSENT if is_out_of_memory(error) else WRONG, _describe_failure(error))
@@ -272,7 +242,7 @@ def _measure_line(label: str, measure: Callable[[], Any]) -> Line:
     """Runs one measurement of a step; an error becomes its line, so that the others still run."""
     try:
         return make_line(label, *measure())
-    except (UnavailableError, InputError) as reason:
+    except InputError as reason:
         return make_absent(label, str(reason))
     except Exception as failure:  # the report lists errors of kernels
         if is_out_of_memory(failure):
