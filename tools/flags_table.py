@@ -4,8 +4,8 @@
     python tools/flags_table.py
 
 Each table is between two markers of its page: all flags in docs/cli.md, dense kernels in
-docs/attention_backends.md, names in LoRA files in docs/few_step.md, kinds of LoRA files and the
-matrix of names in docs/checkpoints.md. A test compares the pages with the package.
+docs/attention_backends.md, names in LoRA files in docs/few_step.md, and kinds of LoRA files in
+docs/checkpoints.md. A test compares the pages with the package.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tools import checkpoint_names
 from wan.app.programs import run_program
 from wan.checkpoint.lora_names import DIFFERENCES, KINDS, NAMINGS, OTHER_NETWORKS, REFUSED_KINDS
 from wan.settings.errors import InputError
@@ -124,9 +123,6 @@ TABLES: dict[tuple[str, str], Callable[[], Iterable[Row]]] = {
     ("attention_backends.md", "dense kernels"): list_kernels,
     ("few_step.md", "names in LoRA files"): list_lora_namings,
     ("checkpoints.md", "kinds of LoRA files"): list_lora_kinds,
-    ("checkpoints.md", "networks under every name"): checkpoint_names.list_network_rows,
-    ("checkpoints.md", "LoRA files under every name"): checkpoint_names.list_lora_rows,
-    ("checkpoints.md", "prefixes"): checkpoint_names.list_prefix_rows,
     ("checkpoints.md", "kinds of files"): list_file_kinds,
 }
 """Page and title of a table -> its rows, of which the first one is the head."""
