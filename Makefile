@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Compiled modules are kept: tests start many interpreters, and hundreds of files are read by each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-all test-versions test-npu test-xfuser check clean
+.PHONY: setup demo test test-all test-versions test-oldest test-newest test-npu test-xfuser check clean
 
 setup: $(VENV)/.run
 
@@ -26,9 +26,16 @@ test-all: $(VENV)/.dev
 	$(PYTEST) -p tests.resume -m "not alone" $(PYTEST_FLAGS)
 	$(BIN)/python -m pytest -p tests.resume -m alone $(PYTEST_FLAGS)
 
-# With the oldest and the newest packages of the declared ranges; a table at the end.
-test-versions: | $(VENV)/bin/python
-	$(BIN)/python tools/test_versions.py
+# With the oldest and the newest packages of the declared ranges, each in an environment of its own.
+test-versions: test-oldest test-newest
+test-oldest: OLDEST := -e 's/^([A-Za-z0-9_-]+)>=([0-9.]+)[^ \#]*/\1==\2/'
+test-oldest test-newest: ENVIRONMENT = $(VENV)/versions/$(@:test-%=%)
+test-oldest test-newest:
+	$(PYTHON) -m venv $(ENVIRONMENT)
+	sed -E -e '' $(OLDEST) requirements.txt requirements-serve.txt requirements-store.txt requirements-power.txt \
+		requirements-dev.txt > $(ENVIRONMENT)/requirements.txt
+	$(ENVIRONMENT)/bin/pip install --quiet --upgrade -r $(ENVIRONMENT)/requirements.txt
+	OMP_NUM_THREADS=1 $(ENVIRONMENT)/bin/python -m pytest $(WORKERS) -m "not slow" $(PYTEST_FLAGS)
 
 # The Ascend code, with the real mindiesd, on a CPU that stands in for the NPU.
 test-npu: $(VENV)/.dev $(VENV)/.npu_sim

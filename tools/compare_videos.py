@@ -1,21 +1,18 @@
 """Compares two videos frame by frame, and lists suspicious properties of each.
 
-    python tools/compare_videos.py A.mp4 B.mp4 [--joins 77,153] [--json FILE] [--page FILE.html]
+    python tools/compare_videos.py A.mp4 B.mp4 [--joins 77,153] [--json FILE]
     python tools/compare_videos.py FOLDER_A FOLDER_B --json FILE
 
 B is compared with A, the reference; of two folders, the videos with equal names. VMAF, SSIM, PSNR
 and XPSNR are those of the ffmpeg in imageio-ffmpeg. Measures without a reference are each video's
 detail and motion (SI and TI of ITU-T P.910). Suspicious are frames that are black, without detail
 or equal to the previous one, blocking artifacts and areas that lost their texture; at the joins of
-a long video, the motion is compared with that of other frames. The page shows strips of both
-videos and each frame's figures. mp4 is lossy: the same frames encoded twice differ by about 40 dB.
+a long video, the motion is compared with that of other frames. mp4 is lossy: the same frames
+encoded twice differ by about 40 dB. contact_sheet.py draws the videos.
 """
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 import json
 import re
 import statistics
@@ -30,14 +27,14 @@ import numpy as np
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.contact_sheet import make_contact_sheet, read_frames
+from tools.contact_sheet import read_frames
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_output_path_type, run_program
 from wan.media.ffmpeg import build_input_args, describe_failure, run_ffmpeg
 from wan.media.video_reader import read_video
 from wan.settings.errors import InputError, escape_controls
 from wan.settings.values import integer
-from wan.utils.files import OutputKind, make_marked_kind, write_output
+from wan.utils.files import OutputKind, write_output
 
 FULL_REFERENCE_MEASURES = ("vmaf", "ssim", "psnr", "xpsnr")
 NO_REFERENCE_MEASURES = ("detail", "motion", "blocks", "untextured")
@@ -46,7 +43,6 @@ _BLACK, _PLAIN, _STILL, _BLOCKS = 24.0, 1.0, 0.02, 4.0  # luma, SI, luma of a pi
 _CELL = 16  # pixels of a side: two latents
 _RUN = 4  # equal frames in a row from which on a video counts as frozen
 _HIGHEST = 100.0  # dB; replaces infinity for equal frames
-_HEADING = "<h1>Videos compared</h1>"
 Frames = dict[str, list[float]]
 
 
@@ -59,7 +55,6 @@ def _is_figures(path: Path) -> bool:
 
 
 FIGURES = OutputKind("figures of compare_videos.py", _is_figures)
-PAGE = make_marked_kind("a page of compare_videos.py", _HEADING.encode())
 
 
 def _run_filters(*arguments: str, folder: Path) -> str:
@@ -256,47 +251,6 @@ def format_table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def format_page(results: Sequence[dict[str, Any]]) -> str:
-    """Formats an HTML page: the table, and each pair's strips, plots and suspicious properties."""
-    head, _, *rows = format_table(results).splitlines()
-    cells = [[html.escape(c.strip()) for c in line.strip("|").split("|")] for line in (head, *rows)]
-    parts = ["".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)]
-    body = [f"{_HEADING}<table>{parts[0]}</table>"]
-    for result in results:
-        body.append(f"<h2>{html.escape(Path(result['videos'][1]).name)}</h2>")
-        for ab, suspicions in zip("AB", result["suspicious"], strict=True):
-            body += [f"<p>{ab}: {html.escape(text)}</p>" for text in suspicions]
-        strips = io.BytesIO()
-        make_contact_sheet([Path(path) for path in result["videos"]], names=True).save(
-            strips, "PNG"
-        )
-        for picture in (strips.getvalue(), _draw_plot(result["frames"])):
-            body.append(f'<img src="data:image/png;base64,{base64.b64encode(picture).decode()}">')
-    style = (
-        "body{font:14px sans-serif;margin:2em}td{padding:2px 10px}img{display:block;max-width:100%}"
-    )
-    return f'<!doctype html><meta charset="utf-8"><style>{style}</style>' + "\n".join(body)
-
-
-def _draw_plot(frames: Frames) -> bytes:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError(
-            "--page needs matplotlib; pip install -r requirements-power.txt."
-        ) from error
-    figure = Figure(figsize=(11, 2.4), layout="constrained")
-    axes = figure.subplots(1, 3)
-    for axis, names in zip(axes, (("vmaf",), ("psnr", "xpsnr"), ("step_A", "step_B")), strict=True):
-        for name in names:
-            axis.plot(frames[name], label=name.replace("step_", "step between frames, "))
-        axis.set_xlabel("frame")
-        axis.legend(fontsize=8)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=90)
-    return picture.getvalue()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("reference", type=Path, metavar="A", help="a video or a folder")
@@ -304,9 +258,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--joins", default="", help="first frames after joins: 77,153")
     parser.add_argument(
         "--json", type=make_output_path_type(FIGURES), help="all figures, also of each frame"
-    )
-    parser.add_argument(
-        "--page", type=make_output_path_type(PAGE), help="an HTML file with strips and plots"
     )
     options = parser.parse_args(argv)
     if not re.fullmatch(r"(\d+(,\d+)*)?", options.joins):
@@ -317,9 +268,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json is not None:
         with write_output(options.json, FIGURES) as temporary:
             temporary.write_text(json.dumps({"pairs": results}, indent=1) + "\n")
-    if options.page is not None:
-        with write_output(options.page, PAGE) as temporary:
-            temporary.write_text(format_page(results), encoding="utf-8", errors="backslashreplace")
     print(format_table(results))
     for result in results:
         for video, suspicions in zip(result["videos"], result["suspicious"], strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -89,18 +88,17 @@ def test_variants_of_a_video(clips: Path, tmp_path: Path) -> None:
             assert any(text.startswith(begin) for text in warnings), (name, warnings)
 
 
-def test_the_page_of_two_folders(clips: Path, tmp_path: Path) -> None:
+def test_two_folders(clips: Path, tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
     shutil.copy(clips / "same.mp4", tmp_path / "a" / "defects.mp4")
     shutil.copy(clips / "defects.mp4", tmp_path / "b")
     (tmp_path / "a" / "more.mp4").write_bytes(b"")
-    page = tmp_path / "page.html"
-    (pair,) = figures(tmp_path / "x.json", tmp_path / "a", tmp_path / "b", "--page", page)
-    assert [Path(video).parent.name for video in pair["videos"]] == ["a", "b"]
-    text = page.read_text()
-    assert text.count("<img") == 2 and "B: black: frames 2" in text
-    assert "more" not in re.sub("<[^>]*>", "", text)
+    (pair,) = figures(tmp_path / "x.json", tmp_path / "a", tmp_path / "b")
+    assert [Path(video).parts[-2:] for video in pair["videos"]] == [
+        ("a", "defects.mp4"),
+        ("b", "defects.mp4"),
+    ]
 
 
 def test_a_join(clips: Path, tmp_path: Path) -> None:

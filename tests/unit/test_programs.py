@@ -153,7 +153,7 @@ def test_foreign_files_are_no_outputs(capsys, tmp_path: Path, monkeypatch, optio
     assert collect_refusals(OUTPUTS, paths, capsys)
     outputs = [n for n, x in option_types.items() if isinstance(convert_or_none(x, "new"), Path)]
     accepted = {n for n in outputs for p in paths if convert_or_none(option_types[n], str(p))}
-    folders = {"gallery folder", "quantize_dit ckpt_dir", "quantize_dit out", "calibrate_mag out"}
+    folders = {"quantize_dit ckpt_dir", "quantize_dit out", "calibrate_mag out"}
     assert accepted == {f"tools.{name}" for name in (*folders, "compare_versions keep")}
     assert len(outputs) > 15
     assert foreign.read_text() == '{"settings": {}}' and link.is_symlink()
