@@ -32,7 +32,7 @@ from wan.modules.interfaces import IterateBlocks
 from wan.modules.lockstep import BlockIterator
 from wan.pipeline import build
 from wan.settings import noise_schedule
-from wan.settings.errors import InputError, WriteError, get_exit_code
+from wan.settings.errors import InputError
 from wan.settings.step_cache import StepCache
 from wan.settings.values import read_path
 from wan.utils.files import check_output, write_output
@@ -100,7 +100,7 @@ def calibrate_curve(argv: list[str]) -> Curve:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     parser = Parser(
         description=(__doc__ or "").splitlines()[0],
         epilog="Also has generate.py's flags: --task, --ckpt_dir, --size, --sample_steps, ...",
@@ -111,21 +111,16 @@ def main(argv: list[str] | None = None) -> int:
         type=make_argument_type(read_path),
         help="JSON file of the curve (mag_curve.json in --ckpt_dir)",
     )
-    try:
-        options, generate_flags = parser.parse_known_args(argv)
-        settings = flag_parser.parse_flags(generate_flags).values
-        if options.out is None and "ckpt_dir" not in settings:
-            raise InputError("Give --out, or the --ckpt_dir that the curve is for.")
-        out = options.out or settings["ckpt_dir"] / mag.CURVE_FILE
-        check_output(out, mag.CURVE_KIND, "--out" if options.out else "--ckpt_dir")
-        curve = calibrate_curve(generate_flags)
-        with write_output(out, mag.CURVE_KIND) as temporary:
-            curve.save(temporary)
-    except (InputError, WriteError) as error:
-        print(f"calibrate_mag.py: {error}", file=sys.stderr)
-        return get_exit_code(error)
+    options, generate_flags = parser.parse_known_args(argv)
+    settings = flag_parser.parse_flags(generate_flags).values
+    if options.out is None and "ckpt_dir" not in settings:
+        raise InputError("Give --out, or the --ckpt_dir that the curve is for.")
+    out = options.out or settings["ckpt_dir"] / mag.CURVE_FILE
+    check_output(out, mag.CURVE_KIND, "--out" if options.out else "--ckpt_dir")
+    curve = calibrate_curve(generate_flags)
+    with write_output(out, mag.CURVE_KIND) as temporary:
+        curve.save(temporary)
     print(f"{out}: {curve.steps} steps, shift {curve.sample_shift:g}")
-    return 0
 
 
 if __name__ == "__main__":

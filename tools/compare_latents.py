@@ -21,7 +21,7 @@ import torch
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, make_output_path_type, run_program
 from wan.media.video_writer import load_latents
-from wan.settings.errors import InputError, get_exit_code
+from wan.settings.errors import InputError
 from wan.settings.values import real
 from wan.utils.files import make_json_kind, write_output
 
@@ -53,19 +53,15 @@ def compare_steps(a: Path, b: Path) -> list[dict[str, Any]]:
     return steps
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser("compare_latents.py", description="Compare runs by step.")
     parser.add_argument("a", type=Path, help="folder of the reference run")
     parser.add_argument("b", type=Path, help="folder of the other run")
     least = "cosine below which a step departs (0.999)"
     parser.add_argument("--least", type=make_argument_type(real(-1, 1)), default=0.999, help=least)
     parser.add_argument("--json", type=make_output_path_type(RESULTS))
-    try:
-        options = parser.parse_args(argv)
-        steps = compare_steps(options.a, options.b)
-    except (InputError, OSError) as error:
-        print(f"compare_latents.py: {error}", file=sys.stderr)
-        return get_exit_code(error)
+    options = parser.parse_args(argv)
+    steps = compare_steps(options.a, options.b)
     departs = next((step["step"] for step in steps if not step["cosine"] >= options.least), None)
     for step in steps:
         mark = "  <- departs" if step["step"] == departs else ""
@@ -75,7 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = {"steps": steps, "least": options.least, "departs": departs}
         with write_output(options.json, RESULTS) as temporary:
             temporary.write_text(json.dumps(record, indent=1) + "\n")
-    return 0
 
 
 if __name__ == "__main__":

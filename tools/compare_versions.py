@@ -88,10 +88,6 @@ _COMMIT = OutputKind(
 _LOCK = "commit.lock"
 
 
-class RefusedError(Exception):
-    """The comparison is refused; the message has the reason."""
-
-
 @dataclass(frozen=True)
 class Folders:
     """Folders of the two versions.
@@ -165,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             folders = Folders(base.resolve(), Path(temporary, "new"))
             export_commit(versions["base"], folders.base)
             outcomes = run_cases(cases, options.jobs, folders, options.base_only)
-    except (RefusedError, InputError, OSError) as error:
+    except (InputError, OSError) as error:
         print(f"compare_versions.py: {error}", file=sys.stderr)
         return get_exit_code(error) if isinstance(error, WriteError) else 2
     except KeyboardInterrupt:
@@ -186,19 +182,19 @@ def _choose_cases(only: str) -> list[Case]:
     try:
         cases = [case for case in CASES if re.search(only, case.name)]
     except re.error as error:
-        raise RefusedError(f"--only {only!r} is no regular expression ({error})") from error
+        raise InputError(f"--only {only!r} is no regular expression ({error})") from error
     if not SIMULATED_NPU.is_dir():
         print(f"Without {SIMULATED_NPU} (make test-npu) the cases of simulated NPUs are left out.")
         cases = [case for case in cases if not case.on_simulated_npu]
     if not cases:
-        raise RefusedError(f"no case's name matches {only!r}")
+        raise InputError(f"no case's name matches {only!r}")
     return cases
 
 
 def _run_git(*arguments: str) -> str:
     process = subprocess.run(["git", "-C", REPO, *arguments], capture_output=True, text=True)
     if process.returncode:
-        raise RefusedError(f"git {' '.join(arguments)}: {process.stderr.strip().splitlines()[0]}")
+        raise InputError(f"git {' '.join(arguments)}: {process.stderr.strip().splitlines()[0]}")
     return process.stdout.strip()
 
 
@@ -214,7 +210,7 @@ def export_commit(commit: str, folder: Path) -> None:
     """Writes the code of a commit into `tree` of a folder, unless it exists.
 
     Raises:
-        RefusedError: The folder has another commit's results, or other files.
+        InputError: The folder has another commit's results, or other files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     commit_file = folder / "commit"
@@ -223,7 +219,7 @@ def export_commit(commit: str, folder: Path) -> None:
             entry.name for entry in folder.iterdir() if entry.name not in (_LOCK, "tree")
         ]
     ):
-        raise RefusedError(f"{folder} has files of another program, such as {foreign_files[0]}")
+        raise InputError(f"{folder} has files of another program, such as {foreign_files[0]}")
     with _lock_file(folder / _LOCK):
         if not commit_file.is_file():
             command = ["git", "-C", str(REPO), "archive", commit]
@@ -236,7 +232,7 @@ def export_commit(commit: str, folder: Path) -> None:
             with write_output(commit_file, _COMMIT) as temporary:
                 temporary.write_text(commit)
         elif commit_file.read_text() != commit:
-            raise RefusedError(
+            raise InputError(
                 f"{folder} holds the results of {commit_file.read_text()}, not {commit}"
             )
 
@@ -273,7 +269,7 @@ def run_cases(
     for stage in FIXTURES:
         needed = [fixture for fixture in stage if with_npu or not fixture.on_simulated_npu]
         if missing := run_in_processes(needed, jobs, make_fixture):
-            raise RefusedError(f"the base did not make {', '.join(missing)}")
+            raise InputError(f"the base did not make {', '.join(missing)}")
     run_in_processes(cases, jobs, run_case)
     return [read_outcome(case) for case in cases]
 

@@ -13,26 +13,19 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
 
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
-from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer
 from wan.testing.random_checkpoint import DTYPES, WRITERS, make_checkpoint
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Writes the folder; returns 0, or 2 if the request is refused."""
+def main(argv: list[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", required=True, choices=PRESETS)
     parser.add_argument("--out", required=True, type=Path, help="a new or empty folder")
     parser.add_argument("--layout", default="official", choices=WRITERS)
     parser.add_argument("--seed", default=0, type=make_argument_type(integer(0, 4_294_967_295)))
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype of the DiT (bf16)")
-    try:
-        print(make_checkpoint(**vars(parser.parse_args(argv))))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    print(make_checkpoint(**vars(parser.parse_args(argv))))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from wan.app import notices, resolve
 from wan.cli import main as generate
 from wan.media import video_writer
 from wan.metering.exchange_order import read_traces
+from wan.settings.errors import InputError
 from wan.utils.files import make_process_name
 
 REPO = Path(__file__).parents[2]
@@ -167,16 +168,14 @@ def test_latents_of_each_step(plain: Path, tiny, tmp_path: Path, capfd) -> None:
         noise = torch.randn(first.shape, generator=torch.Generator().manual_seed(0))
         other_first = first + factor * noise
         save_file({"latents": other_first}, tmp_path / other / files[0].name)
-        assert (
-            compare_latents.main([str(steps), str(tmp_path / other), "--json", str(json_file)]) == 0
-        )
+        compare_latents.main([str(steps), str(tmp_path / other), "--json", str(json_file)])
         report = json.loads(json_file.read_text())
         assert (report["departs"] is None) == (other == "b"), report
     cosine = torch.cosine_similarity(first.double().flatten(), other_first.double().flatten(), 0)
     assert report["steps"][0]["cosine"] == pytest.approx(float(cosine), abs=1e-12)
     (tmp_path / "b" / "0002.safetensors").unlink()
-    assert compare_latents.main([str(steps), str(tmp_path / "b")]) == 2
-    assert "has no 0002.safetensors" in capfd.readouterr().err
+    with pytest.raises(InputError, match=r"has no 0002\.safetensors"):
+        compare_latents.main([str(steps), str(tmp_path / "b")])
 
 
 def test_fixed_latents_stand_for_the_noise(plain: Path, tiny, tmp_path: Path, capfd) -> None:

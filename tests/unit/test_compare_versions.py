@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tools.compare_versions import (
     Folders,
-    RefusedError,
     export_commit,
     find_differences,
     run_base_case,
@@ -20,6 +19,7 @@ from tools.compare_versions import (
 from tools.make_cases import Case
 from tools.version_cases import CASES, FIXTURES, MAY_DIFFER
 from wan.app import flag_parser
+from wan.settings.errors import InputError
 
 PATHS = defaultdict(lambda: Path("somewhere"))
 
@@ -80,5 +80,5 @@ def test_base_results_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_folder_keeps_one_commit(tmp_path: Path) -> None:
     (tmp_path / "commit").write_text("1" * 40)
     export_commit("1" * 40, tmp_path)
-    with pytest.raises(RefusedError, match="holds the results of 1111"):
+    with pytest.raises(InputError, match="holds the results of 1111"):
         export_commit("2" * 40, tmp_path)

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, UMT5EncoderModel
 from tests.conftest import Tiny, slow
 from tools import make_tiny_checkpoint
 from wan.checkpoint import keymaps
+from wan.settings.errors import InputError
 from wan.testing import random_checkpoint as made_by
 from wan.testing.random_checkpoint import make_checkpoint
 
@@ -184,14 +185,13 @@ def test_the_script_writes_the_same_bytes(tiny: Tiny, tmp_path: Path):
         assert (second / file).read_bytes() == (first / file).read_bytes(), file
 
 
-def test_a_folder_with_content_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_folder_with_content_is_refused(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("keep")
     (tmp_path / "file").touch()
     for out in (tmp_path / "full", tmp_path / "file"):
-        assert make_tiny_checkpoint.main(["--task", "t2v-1.3B", "--out", str(out)]) == 2
-        message = capsys.readouterr().err
-        assert f"{out} exists and is not empty" in message and message.count("\n") == 1
+        with pytest.raises(InputError, match=f"{out} exists and is not empty"):
+            make_tiny_checkpoint.main(["--task", "t2v-1.3B", "--out", str(out)])
     assert relative_files(tmp_path) == {"full/mine.txt", "file"}
 
 

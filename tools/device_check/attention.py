@@ -8,10 +8,11 @@ Legend: B batch, S tokens, N heads, D head size.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from math import prod
 
 import torch
@@ -49,7 +50,7 @@ from wan.settings.attention import Attention
 from wan.settings.attention_modes import MODES, OVERLAP
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.kernels import DENSE_KERNELS
+from wan.settings.kernels import DENSE_KERNELS, DenseKernelRow
 from wan.settings.numerics import KV_ROWS, Q_ROWS
 from wan.settings.parallel import Parallel
 
@@ -77,46 +78,46 @@ BACKENDS = {
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention call, its reference, and the kernels that a run may use for it here.
+    """One attention call, its reference, and a kernel that a run may use for it here.
 
     Attributes:
-        label: Shape and dtype as text.
+        label: Shape, dtype and name of the kernel as text.
         qkv: q, k, v [1,S,N,D].
         reference: Sampled rows of the result in float64.
-        kernels: Value of --attention_algo or --attention_backend -> factory of the kernel.
+        row: Row of the kernel in `DENSE_KERNELS`.
     """
 
     bench: Bench
     label: str
     qkv: QKV
     reference: ExactAttention
-    kernels: dict[str, Callable[[], Kernel]]
+    row: DenseKernelRow
 
-    def measure(self, kernel: Kernel, least: float | None) -> list[Figure]:
-        """Measures error, time, rate and kernel name. least: minimum share of a product's rate."""
+    def make_kernel(self, with_lse: bool = False) -> Kernel:
+        """Makes the kernel; InputError if it does not take this call, or returns no sums."""
         q, k, _ = self.qkv
-        far = self.reference.measure_error(kernel(*self.qkv))
-        seconds = self.bench.measure_seconds(lambda: kernel(*self.qkv))
-        rate = 4 * q.numel() * k.shape[1] / seconds
-        product, _ = self.bench.measure_matmul(q.dtype)
-        return [
-            make_error(far, LIMITS[q.dtype]),
-            make_time(seconds),
-            Figure("rate", rate / 1e12, "TFLOP/s"),
-            make_share("of a product's rate", rate / product, least),
-            Figure("kernel", kernel.name),
-        ]
+        if min(q.shape[1], k.shape[1]) < self.row.min_rows:
+            raise InputError(f"it needs {self.row.min_rows} rows or more")
+        attention = replace(Attention(), **{self.row.flag: self.row.name})  # type: ignore[arg-type]
+        kernel = registry.make_dense_kernel(attention, Target(self.bench.device, HEAD, q.dtype))
+        if with_lse and not kernel.can_return_lse:
+            raise InputError("it returns no log-sum-exp; rings gather keys and values")
+        return kernel
 
 
 def make_calls(bench: Bench, shapes: list[Shape]) -> Iterator[AttentionCall]:
-    """Makes the calls of these shapes, in every dtype of the device."""
-    for dtype in bench.dtypes:
-        kernels = _list_kernels(bench, dtype)
-        for queries, keys, heads in shapes:
-            qkv = bench.make_qkv(queries, keys, heads, dtype)
-            noun = "head" if heads == 1 else "heads"
-            label = f"{queries} x {keys}, {heads} {noun}, {str(dtype).removeprefix('torch.')}"
-            yield AttentionCall(bench, label, qkv, ExactAttention(*qkv), kernels)
+    """Makes the calls of these shapes, in every dtype and with every kernel of the device."""
+    for dtype, (queries, keys, heads) in product(bench.dtypes, shapes):
+        qkv = bench.make_qkv(queries, keys, heads, dtype)
+        noun = "head" if heads == 1 else "heads"
+        label = f"{queries} x {keys}, {heads} {noun}, {str(dtype).removeprefix('torch.')}"
+        reference = ExactAttention(*qkv)
+        for name, row in DENSE_KERNELS.items():
+            needs = ("xfuser", *row.modules) if row.xfuser_member is not None else ()
+            is_installed = all(find_spec(module.split(".")[0]) for module in needs)
+            takes_dtype = dtype != torch.float32 or "fp32" in row.precisions
+            if bench.device.capabilities.has_kernel(row) and is_installed and takes_dtype:
+                yield AttentionCall(bench, f"{label}, {name}", qkv, reference, row)
 
 
 def _list_shapes(bench: Bench) -> list[Shape]:
@@ -128,108 +129,89 @@ def _list_shapes(bench: Bench) -> list[Shape]:
     return [*shapes, (LONG[0], TEXT, 40)]
 
 
-def _list_kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]]:
-    target = Target(bench.device, HEAD, dtype)
-    kernels: dict[str, Callable[[], Kernel]] = {}
-    for name, row in DENSE_KERNELS.items():
-        needs = ("xfuser", *row.modules) if row.xfuser_member is not None else ()
-        if bench.device.capabilities.has_kernel(row) and all(
-            find_spec(module.split(".")[0]) for module in needs
-        ):
-            attention = replace(Attention(), **{row.flag: name})  # type: ignore[arg-type]
-            kernels[name] = partial(registry.make_dense_kernel, attention, target)
-    return kernels
-
-
 def check_dense(bench: Bench) -> Measurements:
-    """Checks every kernel on every shape: error, time, kernel name.
+    """Checks every kernel on every shape: error, time, rate, kernel name.
 
     A large call far below the rate of a matrix product is slow; one head alone may not fill a
     device.
     """
 
-    def measure(call: AttentionCall, name: str) -> list[Figure]:
-        row, (q, k, _) = DENSE_KERNELS[name], call.qkv
-        if min(q.shape[1], k.shape[1]) < row.min_rows:
-            raise InputError(f"it needs {row.min_rows} rows or more")
-        if q.dtype == torch.float32 and "fp32" not in row.precisions:
-            raise InputError("it needs 16-bit tensors")
+    def measure(call: AttentionCall) -> list[Figure]:
+        kernel, (q, k, _) = call.make_kernel(), call.qkv
+        far = call.reference.measure_error(kernel(*call.qkv))
+        seconds = bench.measure_seconds(lambda: kernel(*call.qkv))
+        rate = 4 * q.numel() * k.shape[1] / seconds
+        product_rate, _ = bench.measure_matmul(q.dtype)
         is_large = bench.large and k.shape[1] > TEXT and q.shape[2] > 1
         least = LEAST_SHARE if is_large else None
-        return call.measure(call.kernels[name](), least)
+        return [
+            make_error(far, LIMITS[q.dtype]),
+            make_time(seconds),
+            Figure("rate", rate / 1e12, "TFLOP/s"),
+            make_share("of a product's rate", rate / product_rate, least),
+            Figure("kernel", kernel.name),
+        ]
 
     for call in make_calls(bench, _list_shapes(bench)):
-        for name in call.kernels:
-            yield f"{call.label}, {name}", partial(measure, call, name)
-
-
-def _make_lse_kernel(make: Callable[[], Kernel]) -> Kernel:
-    kernel = make()
-    if not kernel.can_return_lse:
-        raise InputError("it returns no log-sum-exp; rings gather keys and values")
-    return kernel
+        yield call.label, partial(measure, call)
 
 
 def check_lse(bench: Bench) -> Measurements:
     """Checks the log-sum-exp of every kernel that returns one against logsumexp in float64."""
 
-    def measure(call: AttentionCall, make: Callable[[], Kernel]) -> list[Figure]:
-        kernel, qkv = _make_lse_kernel(make), call.qkv
+    def measure(call: AttentionCall) -> list[Figure]:
+        kernel, qkv = call.make_kernel(with_lse=True), call.qkv
         out, sums = kernel.with_lse(*qkv)
         alone, both = (
             bench.measure_seconds(partial(run, *qkv)) for run in (kernel, kernel.with_lse)
         )
+        lse_error = call.reference.measure_lse_error(sums)
         return [
             make_error(call.reference.measure_error(out), LIMITS[out.dtype]),
-            make_error(
-                call.reference.measure_lse_error(sums), LSE_LIMIT, "error of the log-sum-exp"
-            ),
+            make_error(lse_error, LSE_LIMIT, "error of the log-sum-exp"),
             make_time(both),
             Figure("times the result alone", both / alone),
             Figure("kernel", kernel.name),
         ]
 
     for call in make_calls(bench, [shape for shape in _list_shapes(bench) if shape[2] in (5, 1)]):
-        for name, make in call.kernels.items():
-            yield f"{call.label}, {name}", partial(measure, call, make)
+        yield call.label, partial(measure, call)
 
 
 def check_merge(bench: Bench) -> Measurements:
     """Checks the memory of calls with log-sum-exp, and the merging of 2 and 4 parts of the keys."""
 
-    def measure_memory(call: AttentionCall, make: Callable[[], Kernel]) -> list[Figure]:
-        kernel = _make_lse_kernel(make)
+    def measure_memory(call: AttentionCall) -> list[Figure]:
+        kernel = call.make_kernel(with_lse=True)
         kernel.with_lse(*call.qkv)
         held = bench.measure_peak(lambda: kernel.with_lse(*call.qkv))
         # The result alone is 1; copies of q, k, v would be 3 more.
         times = [] if held is None else [Figure("times q", held / call.qkv[0].nbytes)]
         return [make_memory("held", held), *times]
 
-    def measure_merged(call: AttentionCall, make: Callable[[], Kernel], count: int) -> list[Figure]:
-        kernel, total, (q, k, v) = _make_lse_kernel(make), LseMerger(), call.qkv
+    def measure_merged(call: AttentionCall, count: int) -> list[Figure]:
+        kernel, total, (q, k, v) = call.make_kernel(with_lse=True), LseMerger(), call.qkv
         for piece in zip(k.tensor_split(count, 1), v.tensor_split(count, 1), strict=True):
             total.add(*kernel.with_lse(q, *piece))
         return [make_error(call.reference.measure_error(total.result()), LIMITS[q.dtype])]
 
     tokens = LONG[0] if bench.large else 1000
     for call in make_calls(bench, [(tokens, tokens, 5)]):
-        for name, make in call.kernels.items():
-            yield f"{call.label}, {name}: memory", partial(measure_memory, call, make)
-            for count in (2, 4):
-                label = f"{call.label}, {name}: {count} parts merged"
-                yield label, partial(measure_merged, call, make, count)
+        yield f"{call.label}: memory", partial(measure_memory, call)
+        for count in (2, 4):
+            yield f"{call.label}: {count} parts merged", partial(measure_merged, call, count)
 
 
 def check_modes(bench: Bench) -> Measurements:
     """Checks that the layer gives the same result in every mode on one device; times it."""
     tokens, heads = (LONG[0], 40) if bench.large else (1000, 12)
-    call = next(make_calls(bench, [(tokens, tokens, heads)]))
-    limit = LIMITS[bench.dtypes[0]]
+    calls = make_calls(bench, [(tokens, tokens, heads)])
+    call = next(call for call in calls if call.row.name == "fused")
+    kernel, limit = call.make_kernel(), LIMITS[bench.dtypes[0]]
     first: tuple[Tensor, float] | None = None  # result and seconds of mode 0
 
     def measure(mode: int, overlap: bool) -> list[Figure]:
         nonlocal first
-        kernel = call.kernels["fused"]()
         layer = FAPowerCapAttention(Parallel(comm_type=mode), SINGLE_RANK, overlap, kernel=kernel)
         out, seconds = layer(*call.qkv), bench.measure_seconds(partial(layer, *call.qkv))
         base, base_seconds = first = first or (out, seconds)
