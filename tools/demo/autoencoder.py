@@ -23,10 +23,9 @@ from torch import Tensor, nn
 
 from tools.demo.render import render_scene
 from tools.demo.scenes import make_random_scene
-from tools.demo.training import Training, get_device, join_processes
+from tools.demo.training import Training, get_device
 from wan.app.flag_parser import Parser
-from wan.app.programs import make_argument_type, run_program
-from wan.settings.values import integer
+from wan.app.programs import run_program
 
 BASE_DIM, SIDE, CLIP = 8, 64, 9
 POOL = 500
@@ -109,10 +108,13 @@ class Phase:
     side: int
 
 
-def make_clip_batch(pool: Tensor, random: np.random.Generator, phase: Phase, count: int) -> Tensor:
+PHASES = (Phase(1750, 24, 1, 32), Phase(2800, 8, 5, 32), Phase(1200, 4, CLIP, SIDE))
+
+
+def make_clip_batch(pool: Tensor, random: np.random.Generator, phase: Phase) -> Tensor:
     """Crops random clips around their shapes, to float [B,3,F,H,W] in [-1, 1]."""
     clips = []
-    for row in random.integers(len(pool), size=count):
+    for row in random.integers(len(pool), size=phase.clips):
         first = int(random.integers(CLIP - phase.frames + 1))
         clips.append(_crop_clip(pool[int(row)][first : first + phase.frames], random, phase.side))
     pixels = torch.stack(clips).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
@@ -141,34 +143,17 @@ def compute_autoencoder_loss(vae: Any, clips: Tensor) -> tuple[Tensor, dict[str,
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
-    parser.add_argument(
-        "--steps",
-        type=make_argument_type(integer(0, 10_000_000)),
-        nargs=3,
-        default=[1750, 2800, 1200],
-        help="steps of the three phases",
-    )
-    parser.add_argument(
-        "--threads",
-        type=make_argument_type(integer(1, 10_000)),
-        default=2,
-        help="threads of all processes together (2)",
-    )
     options = parser.parse_args(argv)
-    rank, ranks = join_processes(options.threads)
-    images, crops, full_clips = options.steps
-    phases = [Phase(images, 24, 1, 32), Phase(crops, 8, 5, 32), Phase(full_clips, 4, CLIP, SIDE)]
-    training = Training(
-        make_untrained_autoencoder(), options.state / "vae.pt", steps=sum(options.steps), peak=3e-3
-    )
+    torch.manual_seed(0)
+    steps = sum(phase.steps for phase in PHASES)
+    file = options.state / "vae.pt"
+    training = Training(make_untrained_autoencoder(), file, steps=steps, peak=3e-3)
     pool = make_windows(seed=1, count=POOL)
-    phase_by_step = [phase for phase in phases for _ in range(phase.steps)]
+    phase_by_step = [phase for phase in PHASES for _ in range(phase.steps)]
     while not training.is_finished:
-        random, phase = (
-            np.random.default_rng([1, training.step, rank]),
-            phase_by_step[training.step],
-        )
-        clips = make_clip_batch(pool, random, phase, phase.clips // ranks).to(get_device())
+        random = np.random.default_rng([1, training.step, 0])
+        phase = phase_by_step[training.step]
+        clips = make_clip_batch(pool, random, phase).to(get_device())
         with patch_picture_convolutions(phase.frames == 1):
             loss, metrics = compute_autoencoder_loss(training.network, clips)
         training.update(loss, **metrics)

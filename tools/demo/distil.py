@@ -31,7 +31,7 @@ from tools.demo.training import Training, load_averaged_weights, save_atomically
 from wan import WanT2V
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
-from wan.settings.values import integer, real
+from wan.settings.values import integer
 from wan.utils.files import check_output, make_safetensors_kind, write_output
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "t2v-A14B"
@@ -114,14 +114,14 @@ def encode_trajectories(state: Path, count: int) -> None:
     save_atomically(torch.cat(trajectories), file)
 
 
-def train_distilled_lora(state: Path, part: str, steps: int, peak: float) -> None:
+def train_distilled_lora(state: Path, part: str) -> None:
     """Trains a LoRA on the velocities from each of the expert's levels straight to the next."""
     torch.manual_seed(0)
     model = load_teacher()
     network = add_lora(model, part, RANK)
     trajectories = torch.load(state / "passed.pt", mmap=True)
     texts = encode_prompts(model, [make_prompt(i) for i in range(len(trajectories))])
-    training = Training(network, state / f"distilled_{part}.pt", steps=steps, peak=peak)
+    training = Training(network, state / f"distilled_{part}.pt", steps=2500, peak=2e-3)
     while not training.is_finished:
         random = np.random.default_rng([6, training.step])
         rows = random.integers(len(trajectories), size=BATCH)
@@ -155,7 +155,7 @@ def export_lora(state: Path, out: Path) -> None:
             )
 
 
-def score_distilled(folder: Path, prompts: int) -> None:
+def score_distilled(folder: Path) -> None:
     """Prints a table of few steps, distilled or not, the teacher's steps, and step caches."""
     usual: dict[str, Any] = {"shift": 12.0, "guide_scale": GUIDANCE}
     cached = {"step_cache": "first_block", "step_cache_threshold": 0.2}
@@ -173,7 +173,7 @@ def score_distilled(folder: Path, prompts: int) -> None:
         (name, WanT2V("t2v-A14B", DEMO, precision="fp32", **loading), video)
         for name, (loading, video) in compared.items()
     )
-    for line in format_run_rows(runs, prompts):
+    for line in format_run_rows(runs, 100):
         print(line, flush=True)
 
 
@@ -188,25 +188,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="make the data of this number of clips",
     )
     parser.add_argument("--expert", choices=PARTS, help="train the LoRA of this expert")
-    parser.add_argument("--steps", type=make_argument_type(integer(1, 10_000_000)), default=2500)
-    parser.add_argument(
-        "--peak",
-        type=make_argument_type(real(0, 100, exclude_min=True)),
-        default=2e-3,
-        help="peak learning rate",
-    )
     parser.add_argument("--out", type=Path, help="write the --lora_dir")
     parser.add_argument("--score", type=Path, help="a --lora_dir to compare with none")
-    parser.add_argument("--prompts", type=make_argument_type(integer(1, 10_000)), default=100)
     options = parser.parse_args(argv)
     if options.score:
-        score_distilled(options.score, options.prompts)
+        score_distilled(options.score)
         return
     options.state.mkdir(parents=True, exist_ok=True)
     if options.clips:
         encode_trajectories(options.state, options.clips)
     if options.expert:
-        train_distilled_lora(options.state, options.expert, options.steps, options.peak)
+        train_distilled_lora(options.state, options.expert)
     if options.out:
         export_lora(options.state, options.out)
 

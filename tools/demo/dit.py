@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from tools.demo.latents import CLIPS, SEED
 from tools.demo.scenes import make_caption, make_random_scene
 from tools.demo.text import TEXT_DIM, TEXT_LEN, load_trained_encoder, tokenize_texts
-from tools.demo.training import Training, get_device, join_processes, load_averaged_weights
+from tools.demo.training import Training, get_device, load_averaged_weights
 from wan.app.flag_parser import Parser
-from wan.app.programs import make_argument_type, run_program
+from wan.app.programs import run_program
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.interfaces import ModelComponents, SingleDeviceAttention
 from wan.modules.model import WanModel
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS, TRAIN_TIMESTEPS, Preset
-from wan.settings.values import integer, real
 from wan.utils.torch_private import use_private_compiler_cache
 
 CONFIG: dict[str, Any] = {
@@ -45,6 +44,8 @@ CONFIG: dict[str, Any] = {
 IN_DIM = {"t2v": 16, "i2v": 36}
 SHARES = {9: 0.72, 17: 0.13, 33: 0.1, 249: 0.05}  # frames -> share of steps; 249: 1008 tokens
 DROPPED = 0.1  # share of dropped captions
+STEPS = {"t2v": (8500, 2e-3), "i2v": (2000, 1e-3)}  # steps and peak learning rate
+TOKENS = 2048  # of a step, approximately
 _SHORT = 150  # tokens
 
 
@@ -95,8 +96,7 @@ def make_initial_dit(kind: str, part: str, state: Path) -> WanModel:
 class Clips:
     """Pre-encoded clips, captions and (i2v) first frames; batches have clips of one length."""
 
-    def __init__(self, kind: str, state: Path, tokens: int) -> None:
-        self._tokens = tokens  # per step, approximately
+    def __init__(self, kind: str, state: Path) -> None:
         self._latents = {n: torch.load(state / f"latents{n}.pt", mmap=True) for n in CLIPS}
         self._images = (
             {n: torch.load(state / f"images{n}.pt", mmap=True) for n in CLIPS}
@@ -111,7 +111,7 @@ class Clips:
         latents = self._latents[frames]
         tokens = latents[0, 0].numel() // 4
         num_clips = len(latents) if self._images is None else len(self._images[frames])
-        rows = random.integers(num_clips, size=max(1, self._tokens // tokens))
+        rows = random.integers(num_clips, size=max(1, TOKENS // tokens))
         texts = [self._draw_caption(frames, int(row), random) for row in rows]
         chosen = torch.from_numpy(rows)
         clean = latents[chosen].float().to(get_device())
@@ -170,37 +170,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
     parser.add_argument("--task", choices=("t2v-A14B", "i2v-A14B"), default="t2v-A14B")
     parser.add_argument("--part", choices=("high_noise", "low_noise"), required=True)
-    parser.add_argument("--steps", type=make_argument_type(integer(1, 10_000_000)), default=8500)
-    parser.add_argument(
-        "--tokens",
-        type=make_argument_type(integer(1, 1_000_000)),
-        default=2048,
-        help="approximate number of tokens per step (2048)",
-    )
-    parser.add_argument(
-        "--peak",
-        type=make_argument_type(real(0, 100, exclude_min=True)),
-        default=2e-3,
-        help="learning rate (0.002)",
-    )
-    parser.add_argument(
-        "--threads",
-        type=make_argument_type(integer(1, 10_000)),
-        default=2,
-        help="threads of all processes together (2)",
-    )
     options = parser.parse_args(argv)
-    rank, ranks = join_processes(options.threads)
+    torch.manual_seed(0)
     preset, part = PRESETS[options.task], options.part
     model = make_initial_dit(preset.kind, part, options.state)
     use_private_compiler_cache()
     for block in model.blocks:
         block.compile(dynamic=False)
     file = options.state / f"{preset.kind}_{part}.pt"
-    training = Training(model, file, steps=options.steps, peak=options.peak)
-    clips = Clips(preset.kind, options.state, options.tokens // ranks)
+    steps, peak = STEPS[preset.kind]
+    training = Training(model, file, steps=steps, peak=peak)
+    clips = Clips(preset.kind, options.state)
     while not training.is_finished:
-        seed = [5, training.step, rank]
+        seed = [5, training.step, 0]
         training.update(compute_velocity_loss(model, clips, preset, part, seed))
 
 

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,12 @@ from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, make_output_path_type, run_program
 from wan.configs import WAN_CONFIGS
 from wan.modules.vae.video_vae import VideoVAE, read_vae_spec
-from wan.settings.values import integer, real
+from wan.settings.values import integer
 from wan.utils import log
 from wan.utils.files import OutputKind, write_output
 
 SIDE, LONG = 64, 249
+GRID = (4, 8, 20), (1.0, 3.0, 5.0)  # steps, guidance
 _SEED = 77
 
 
@@ -261,39 +263,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of both tasks")
     parser.add_argument("--report", type=make_output_path_type(SCORES), help="JSON file to write")
-    parser.add_argument("--tasks", nargs="+", choices=("t2v", "i2v"), default=["t2v", "i2v"])
     parser.add_argument("--prompts", type=make_argument_type(integer(1, 10_000)), default=100)
-    parser.add_argument(
-        "--steps", type=make_argument_type(integer(1, 1000)), nargs="*", default=[4, 8, 20]
-    )
-    parser.add_argument(
-        "--guidance",
-        type=make_argument_type(real(0, 100, exclude_min=True)),
-        nargs="*",
-        default=[1.0, 3.0, 5.0],
-    )
-    parser.add_argument(
-        "--long_prompts",
-        type=make_argument_type(integer(0, 10_000)),
-        default=20,
-        help="prompts of videos of 249 frames, 1008 tokens",
-    )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     options = parser.parse_args(argv)
     folder, report = options.checkpoint, dict[str, Any]()
     report["vae"] = score_vae(folder / "t2v-A14B" / "Wan2.1_VAE.safetensors", options.prompts)
     print(report["vae"], flush=True)
-    grid = [(steps, scale) for steps in options.steps for scale in options.guidance]
     tasks = {"t2v": (WanT2V, score_t2v, 12.0), "i2v": (WanI2V, score_i2v, 5.0)}
     for kind, (facade, score, shift) in tasks.items():
         task_folder = folder / f"{kind}-A14B"
-        if kind not in options.tasks:
-            continue
         model: Any = facade(WAN_CONFIGS[task_folder.name], task_folder, precision=options.precision)
         report[kind] = []
-        settings = [Setting(*pair, options.prompts, shift=shift) for pair in grid]
-        if options.long_prompts:
-            settings.append(Setting(20, 3.0, options.long_prompts, LONG, shift))
+        settings = [Setting(*pair, options.prompts, shift=shift) for pair in product(*GRID)]
+        settings.append(Setting(20, 3.0, -(-options.prompts // 5), LONG, shift))
         for setting in settings:
             report[kind].append(score(model, setting))
             print(kind, report[kind][-1], flush=True)

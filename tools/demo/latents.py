@@ -18,7 +18,7 @@ from torch import Tensor
 from tools.demo import autoencoder
 from tools.demo.render import render_scene
 from tools.demo.scenes import make_random_scene
-from tools.demo.training import get_device, join_processes, load_averaged_weights, save_atomically
+from tools.demo.training import get_device, load_averaged_weights, save_atomically
 from wan.app.flag_parser import Parser
 from wan.app.programs import run_program
 
@@ -91,7 +91,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
     parser.add_argument("--images", action="store_true")
     options = parser.parse_args(argv)
-    join_processes()
     if not (options.state / "vae_official.pt").exists():
         save_atomically(make_official_vae(options.state), options.state / "vae_official.pt")
     for frames in CLIPS:

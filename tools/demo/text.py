@@ -32,10 +32,9 @@ from tools.demo.scenes import (
     make_caption,
     make_random_scene,
 )
-from tools.demo.training import Training, get_device, join_processes, load_averaged_weights
+from tools.demo.training import Training, get_device, load_averaged_weights
 from wan.app.flag_parser import Parser
-from wan.app.programs import make_argument_type, run_program
-from wan.settings.values import integer
+from wan.app.programs import run_program
 
 TEXT_DIM, TEXT_LEN, LAYERS = 64, 32, 2
 _SPECIAL = ("<pad>", "</s>", "<unk>")  # their ids are 0, 1, 2, as in T5
@@ -178,10 +177,9 @@ def compute_answer_loss(reader: nn.Module, ids_BT: Tensor, wanted: Tensor) -> tu
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
-    parser.add_argument("--steps", type=make_argument_type(integer(1, 10_000_000)), default=1000)
     options = parser.parse_args(argv)
-    join_processes(threads=1)
-    training = Training(AnswerReader(), options.state / "text.pt", steps=options.steps, peak=3e-3)
+    torch.manual_seed(0)
+    training = Training(AnswerReader(), options.state / "text.pt", steps=1000, peak=3e-3)
     while not training.is_finished:
         ids, wanted = make_caption_batch(training.step, 64)
         loss, right = compute_answer_loss(

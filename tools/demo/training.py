@@ -1,7 +1,4 @@
-"""Training loop of the demo's programs: processes, learning rates, averaged weights, states, logs.
-
-Under torchrun several processes average their gradients in each step; two trained the VAE.
-"""
+"""Training loop of the demo's programs: learning rates, averaged weights, states, logs."""
 
 from __future__ import annotations
 
@@ -13,27 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from wan.utils.files import OutputKind, check_output, write_output
 
 _MARK = b"tools.demo"
-
-
-def join_processes(threads: int = 2) -> tuple[int, int]:
-    """Initializes the process group; returns rank and world size, (0, 1) without torchrun.
-
-    Args:
-        threads: Threads of all processes together.
-    """
-    torch.manual_seed(0)
-    if not dist.is_torchelastic_launched():
-        torch.set_num_threads(threads)
-        return 0, 1
-    dist.init_process_group("gloo")
-    torch.set_num_threads(max(1, threads // dist.get_world_size()))
-    return dist.get_rank(), dist.get_world_size()
 
 
 def get_device() -> torch.device:
@@ -81,7 +62,6 @@ class Training:
             group["lr"] = compute_learning_rate(self.step, self.steps, self.peak)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        self._share_gradients()
         nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self._optimizer.step()
         self.step += 1
@@ -89,16 +69,6 @@ class Training:
         self._log({"loss": loss.item(), **metrics})
         if self.step % 250 == 0 or self.is_finished:
             self.save()
-
-    def _share_gradients(self) -> None:
-        if not dist.is_initialized():
-            return
-        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat)
-        means = (flat / dist.get_world_size()).split([g.numel() for g in gradients])
-        for gradient, mean in zip(gradients, means, strict=True):
-            gradient.copy_(mean.view(gradient.shape))
 
     @torch.no_grad()
     def _average_weights(self) -> None:
@@ -109,21 +79,14 @@ class Training:
     def _log(self, values: dict[str, float], interval: int = 50) -> None:
         for name, value in values.items():
             self._sums[name] = self._sums.get(name, 0.0) + value / interval
-        if self.step % interval == 0 and self._is_main:
+        if self.step % interval == 0:
             seconds = time.monotonic() - self._started
             line = {"step": self.step, **{k: round(v, 5) for k, v in self._sums.items()}}
             print(json.dumps({**line, "seconds": round(seconds)}), flush=True)
-        if self.step % interval == 0:
             self._sums.clear()
 
-    @property
-    def _is_main(self) -> bool:
-        return not dist.is_initialized() or dist.get_rank() == 0
-
     def save(self) -> None:
-        """Writes the state, on rank 0."""
-        if not self._is_main:
-            return
+        """Writes the state."""
         state = {
             "step": self.step,
             "network": self.network.state_dict(),
