@@ -20,7 +20,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
 
 from tools.device_check import steps
-from tools.device_check.bench import Bench, compute_rms_distance, format_ranks
+from tools.device_check.bench import HEAD, Bench, compute_rms_distance, format_ranks
 from tools.device_check.steps import (
     SLOW,
     Figure,
@@ -39,7 +39,7 @@ from wan.distributed.mesh import ParallelGroups
 from wan.distributed.ring import RING_TYPES
 from wan.kernels.forward_context import StepInfo
 from wan.kernels.interfaces import Target
-from wan.kernels.registry import SelectedKernels, select_kernels
+from wan.kernels.registry import select_kernels
 from wan.modules.model import WanModel
 from wan.pipeline import build
 from wan.pipeline.setup import Setup
@@ -95,12 +95,6 @@ class Case:
         """Keyword arguments of the network."""
         return {**self.setup.checkpoint.config, "num_layers": LAYERS}
 
-    @property
-    def selected(self) -> SelectedKernels:
-        """Kernels that a run would use."""
-        target = Target(self.bench.device, 128, torch.bfloat16)
-        return select_kernels(self.setup.attention, target, {})
-
     def make_weights(self) -> Weights:
         """Makes random weights on the device, equal on all ranks: norms near 1, biases near 0."""
         with torch.device("meta"):
@@ -115,17 +109,17 @@ class Case:
                 weights[name] += 1
         return weights
 
-    def make_empty_model(
-        self, team: ParallelGroups | None = None, selected: SelectedKernels | None = None
-    ) -> WanModel:
-        """Makes the network as in a run, on the meta device. selected: replaces its kernels."""
-        shared = build.build_components(self.setup, selected or self.selected, team)
+    def make_empty_model(self, team: ParallelGroups | None = None) -> WanModel:
+        """Makes the network as in a run, on the meta device, with the kernels of a run."""
+        target = Target(self.bench.device, HEAD, torch.bfloat16)
+        selected = select_kernels(self.setup.attention, target, {})
+        shared = build.build_components(self.setup, selected, team)
         with torch.device("meta"):
             return WanModel(**self.config, components=shared)
 
-    def make_model(self, weights: Weights, selected: SelectedKernels | None = None) -> WanModel:
+    def make_model(self, weights: Weights) -> WanModel:
         """Makes the network with these weights, on one device."""
-        return _load_weights(self.make_empty_model(selected=selected), weights)
+        return _load_weights(self.make_empty_model(), weights)
 
     def make_rank_model(
         self, parallel: Parallel, weights: Weights, team: ParallelGroups | None = None
@@ -167,7 +161,7 @@ def _load_weights(model: WanModel, weights: Weights) -> WanModel:
 
 
 def check_forward(bench: Bench) -> Measurements:
-    """Checks error against the host, memory against the plan, time of products, host waits."""
+    """Checks error against the host, memory against the plan, time and rate, host waits."""
     case = make_case(bench)
     weights, inputs = case.make_weights(), case.make_inputs()
     model, tokens = case.make_model(weights), f"{prod(inputs.grid)} tokens"
@@ -192,16 +186,16 @@ def check_forward(bench: Bench) -> Measurements:
 
     yield f"against float32 on the host, {prod(SMALL)} tokens", compare_with_host
     yield f"memory without weights, {tokens}", measure_memory
-    yield f"time, {tokens}", partial(_measure_time, case, weights, inputs)
+    yield f"time, {tokens}", partial(_measure_time, case, model, inputs)
     if bench.device.type == "cuda":
         yield "host waits", partial(_check_host_waits, model, inputs)
     else:
         yield steps.make_absent("host waits", "only CUDA reports them")
 
 
-def _measure_time(case: Case, weights: Weights, inputs: ForwardInputs) -> list[Figure]:
+def _measure_time(case: Case, model: WanModel, inputs: ForwardInputs) -> list[Figure]:
     """Times a forward, and compares its rate with that of one large matrix product."""
-    model, tokens = case.make_model(weights), prod(inputs.grid)
+    tokens = prod(inputs.grid)
     seconds = case.bench.measure_seconds(lambda: inputs.run(model))
     text, dim, hidden = len(inputs.text), case.config["dim"], case.config["ffn_dim"]
     products = tokens * (6 * dim + 2 * hidden) * dim + 2 * text * dim**2
