@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests.conftest import Tiny, slow
 from tests.dist import Ranks, make_rank_envs
+from tests.gguf_files import make_gguf_folders
 from tests.lora_files import save_lycoris
-from tools.gguf_files import make_gguf_folders
 from tools.quantize_dit import quantize_checkpoint
 from wan.cli import main as generate
 

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from sentencepiece import sentencepiece_model_pb2
 
 from tests.cli.test_fuzz import RAW, damage_bytes
+from tests.gguf_files import make_gguf_folders, write_vocabulary
 from tests.pipelines import resolve_plan
 from tests.unit.test_marks import quantise_state
-from tools.gguf_files import make_gguf_folders, write_vocabulary
 from tools.quantize_dit import quantize_checkpoint
 from wan.checkpoint.headers import read_file_headers
 from wan.checkpoint.layout import WAV2VEC2_FOLDER, inspect_checkpoint

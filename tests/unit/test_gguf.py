@@ -26,11 +26,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tests import gguf_files
 from tests.conftest import slow
+from tests.gguf_files import dequantize, finish_gguf, get_quant_type, make_gguf_folders
 from tests.pipelines import build_quick_pipeline, count_owned_bytes, generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
-from tools import gguf_files
-from tools.gguf_files import dequantize, finish_gguf, get_quant_type, make_gguf_folders
 from wan.checkpoint.dequantise import TO_FLOAT, dequantize_gguf
 from wan.checkpoint.dit_shapes import convert_dit_tensors
 from wan.checkpoint.gguf import read_gguf_metadata

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests import gguf_files
 from tests.refusals import check_refusals, get_refusal
-from tools import gguf_files
 from wan.checkpoint import load
 from wan.checkpoint.headers import compute_fingerprint
 from wan.checkpoint.load import ModelSpec, open_sources, read_headers

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import gguf_files
 from tests.checkpoint_files import (
     Tensors,
     add_prefix,
@@ -21,7 +22,6 @@ from tests.checkpoint_files import (
     save_tensors,
 )
 from tests.refusals import check_refusals, get_refusal
-from tools import gguf_files
 from wan.checkpoint.keymaps import rename_t5_to_transformers
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
 from wan.checkpoint.load import ModelSpec

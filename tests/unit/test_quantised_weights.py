@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.conftest import slow
+from tests.gguf_files import make_gguf_folders
 from tests.lora_files import make_pair
 from tests.pipelines import build_cpu_pipeline, generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
 from tools import quantize_dit
-from tools.gguf_files import make_gguf_folders
 from tools.quantize_dit import quantize_checkpoint
 from wan.app.resolve import make_setup
 from wan.checkpoint.layout import inspect_checkpoint

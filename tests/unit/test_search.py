@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from sentencepiece import sentencepiece_model_pb2
 from transformers import T5Tokenizer
 
+from tests import gguf_files
 from tests.checkpoint_files import hold_same_networks, load_tensors, save_tensors
 from tests.lora_files import PAIR
 from tests.pipelines import build_quick_pipeline
 from tests.refusals import check_refusals, get_refusal
-from tools import gguf_files
 from wan.checkpoint.embedded_tokenizer import read_embedded_tokenizer
 from wan.checkpoint.keymaps import rename_t5_to_transformers
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
