@@ -99,7 +99,6 @@ LONG_FUNCTIONS = {
     "wan.textimage2video.WanTI2V.generate": "the official signature",
     "wan.app.resolve.resolve_run": "the order of the checks, one call each",
     "wan.pipeline.build.build_pipeline": "composition, one argument a line",
-    "benchmarks.residency.main": "one line a flag",
 }
 
 

@@ -34,6 +34,8 @@ from wan.checkpoint.prefixes import NETWORK_PREFIXES
 from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES
 from wan.modules import clip, t5
 from wan.modules.vae import video_vae
+from wan.settings.command import Loras
+from wan.settings.fields import build_from_values
 from wan.testing.random_checkpoint import WRITERS, make_checkpoint
 
 Tensors = Mapping[str, Tensor]
@@ -260,7 +262,7 @@ class LoraFiles:
         is_for_one = is_low_noise(next(iter(stored)))
         experts = ["low_noise"] if is_for_one else ["high_noise", "low_noise"]
         flag = "lora_low_noise" if is_for_one else "lora"
-        loras = resolve_loras({flag: (str(path),)}, self.checkpoint)
+        loras = resolve_loras(build_from_values(Loras, {flag: (str(path),)}), self.checkpoint)
         return all(self.has_changes(loras, expert, changes) for expert in experts)
 
     def has_changes(self, loras: Any, expert: str, changes: Tensors) -> bool:

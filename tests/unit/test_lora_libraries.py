@@ -17,6 +17,7 @@ from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
 from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora import resolve_loras
 from wan.checkpoint.merge_lora import merge_loras
+from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.testing.random_checkpoint import make_checkpoint
 
@@ -61,7 +62,7 @@ def load_network(checkpoint: Checkpoint) -> Any:
 def is_merged(checkpoint: Checkpoint, file: Path, merge: Callable[[], dict[str, Tensor]]) -> bool:
     """Whether `--lora` takes a file; its weights must then be those of the library's `merge`."""
     try:
-        loras = resolve_loras({"lora": (str(file),)}, checkpoint)["dit"]
+        loras = resolve_loras(Loras((str(file),)), checkpoint)["dit"]
     except InputError:
         return False
     sources = merge_loras(open_sources(checkpoint.experts["dit"].tensors), loras)
