@@ -106,7 +106,7 @@ class WanAnimateModel(WanModel):
             FaceAttention(dim, self.num_heads, components)
             for _ in range(self.num_layers // FACE_BLOCK_INTERVAL)
         )
-        self._face_cache = InputCache[_FaceFeatures](2) if components.text_kv_cache else None
+        self._face_cache = InputCache[_FaceFeatures](components.text_kv_cache)
 
     def forward(  # type: ignore[override]
         self,
@@ -196,7 +196,7 @@ class WanAnimateModel(WanModel):
             y_BNC, kv = adapter(
                 x_BNC, face_features.tokens[frames.start : frames.stop], cached_kv, tokens_per_frame
             )
-        if face_features.is_cacheable:
+        if self._face_cache.is_active:
             face_features.kv_cache[layer, frames] = kv
         return add_to_video_tokens(x_BLC, y_BNC)
 
@@ -206,17 +206,13 @@ class WanAnimateModel(WanModel):
         all_faces: the faces of all samples, which are the cache key.
         """
 
-        def encode() -> Tensor:
+        def encode() -> _FaceFeatures:
             is_constant = faces.stride(2) == 0  # one image repeated, as in the uncond branch
             distinct_faces = faces[:, :, :1] if is_constant else faces
             motion_PC = self.motion_encoder(distinct_faces[0].transpose(0, 1))
-            return self.face_encoder(motion_PC.expand(faces.shape[2], -1))
+            return _FaceFeatures(self.face_encoder(motion_PC.expand(faces.shape[2], -1)))
 
-        if self._face_cache is None or torch.is_grad_enabled():
-            return _FaceFeatures(False, encode())
-        return self._face_cache.get_or_compute(
-            [all_faces, sample], lambda: _FaceFeatures(True, encode())
-        )
+        return self._face_cache.get_or_compute([all_faces, sample], encode)
 
     def _check_conditions(self, x: Tensor, pose: Tensor, faces: Tensor) -> None:
         """Raises ValueError if poses or faces do not fit the latents."""
@@ -228,24 +224,16 @@ class WanAnimateModel(WanModel):
         }
         check_shapes(x, shapes)
 
-    def clear_caches(self) -> None:
-        """Frees the caches of the text and of the faces."""
-        super().clear_caches()
-        if self._face_cache is not None:
-            self._face_cache.clear()
-
 
 @dataclass
 class _FaceFeatures:
     """Face tokens of a clip and the cached keys and values of the face attention.
 
     Attributes:
-        is_cacheable: Store keys and values in `kv_cache`.
         tokens: [T,A,C]; those of the reference image are zeros.
         kv_cache: (layer, this rank's frames) -> keys and values of these frames.
     """
 
-    is_cacheable: bool
     tokens: Tensor
     kv_cache: dict[tuple[int, range], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
