@@ -107,7 +107,7 @@ def test_gamma_of_a_png(gamma: float, is_srgb: bool, tmp_path: Path) -> None:
 
 
 def test_large_metadata_of_a_png(tmp_path: Path) -> None:
-    """Texts and profiles above Pillow's limits are left out; the picture and its turn are not."""
+    """Texts and profiles may be larger than Pillow's own limits allow."""
     text = "node " * 400_000
     cases = {name: PngImagePlugin.PngInfo() for name in ("zTXt", "iTXt", "tEXt", "many", "both")}
     cases["zTXt"].add_text("workflow", text, zip=True)

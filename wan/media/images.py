@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from wan.media.colors import convert_to_srgb
-from wan.media.png_chunks import open_without_large_text
 from wan.settings.errors import InputError
 from wan.settings.values import expand_home, format_value
 from wan.utils.log import logger
@@ -35,6 +34,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
 JPEG includes MPO, a format of phones with further images after the first one.
 """
 _ACCEPTED = "PNG, JPEG, WebP, AVIF, BMP, TIFF or GIF"
+_MAX_TEXT_BYTES, _MAX_ALL_TEXT_BYTES = 16 << 20, 256 << 20  # of a PNG's texts and color profile
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SUBFILE_TYPE = 258, 262, 254  # TIFF tags
 
 
@@ -70,8 +70,11 @@ def read_image(path: Path, setting: str = "image") -> Image.Image:
     """
     image_setting = ImageSetting(setting, str(path))
     _check_image_file(path, image_setting)
-    from PIL import Image
+    from PIL import Image, PngImagePlugin
 
+    # Programs store the history of an image in it, and profiles may have large tables.
+    PngImagePlugin.MAX_TEXT_CHUNK = _MAX_TEXT_BYTES
+    PngImagePlugin.MAX_TEXT_MEMORY = _MAX_ALL_TEXT_BYTES
     Image.init()
     formats = [name for name in FORMATS if name in Image.OPEN]
     # Opened as a file object: from a path, Pillow 13 memory-maps a TIFF, and confuses width and
@@ -80,10 +83,7 @@ def read_image(path: Path, setting: str = "image") -> Image.Image:
         _catch_decoder_errors(image_setting),
         path.open("rb") as file,
     ):
-        content, profile = open_without_large_text(file)
-        image = Image.open(content, formats=formats)
-        if profile is not None:
-            image.info["icc_profile"] = profile
+        image = Image.open(file, formats=formats)
         _check_still_image(image, image_setting)
         return _convert_to_rgb(image, image_setting)
 
