@@ -1,4 +1,4 @@
-"""Converts an image from a file or a Python object to 8-bit RGB in its upright orientation.
+"""Converts an image from a file or a Python object to 8-bit sRGB in its upright orientation.
 
 The command line and the Python classes get the same pixels from the same file. This module does not
 import torch, and imports Pillow and numpy on use, so that a wrong path is refused quickly.
@@ -6,6 +6,7 @@ import torch, and imports Pillow and numpy on use, so that a wrong path is refus
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import stat
@@ -17,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from wan.media.colors import convert_to_srgb
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, escape_controls
 from wan.settings.values import expand_home, format_value
 from wan.utils.log import logger
 
@@ -35,6 +35,9 @@ JPEG includes MPO, a format of phones with further images after the first one.
 """
 _ACCEPTED = "PNG, JPEG, WebP, AVIF, BMP, TIFF or GIF"
 _MAX_TEXT_BYTES, _MAX_ALL_TEXT_BYTES = 16 << 20, 256 << 20  # of a PNG's texts and color profile
+_SRGB_GAMMA = 1 / 2.2  # of PNG's gAMA
+_COLOR_MODES = ("RGB", "RGBA", "L", "LA", "P", "PA")
+_MAX_GAMMA_ERROR = 0.05  # relative; 0.45455 and 0.45 are sRGB's
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SUBFILE_TYPE = 258, 262, 254  # TIFF tags
 
 
@@ -220,7 +223,7 @@ def _convert_to_rgb(image: Image.Image, image_setting: ImageSetting) -> Image.Im
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         upright = _scale_to_eight_bits(upright, image, image_setting)
     name = image_setting.path or "The image"
-    return _composite_over_white(convert_to_srgb(upright, name), image_setting).convert("RGB")
+    return _composite_over_white(_convert_to_srgb(upright, name), image_setting).convert("RGB")
 
 
 def _decode_pixels(image: Image.Image) -> None:
@@ -251,6 +254,72 @@ def _composite_over_white(image: Image.Image, image_setting: ImageSetting) -> Im
     name = image_setting.path or "The image"
     logger.warning("%s is transparent in places; they become white.", name)
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), rgba)
+
+
+def _convert_to_srgb(image: Image.Image, name: str) -> Image.Image:
+    """Returns an image in sRGB; logs one line if its colors change, or cannot be converted.
+
+    Phones store Display P3, cameras Adobe RGB, and renderers linear light. A profile of sRGB itself
+    changes nothing.
+
+    Args:
+        name: For the log.
+    """
+    profile, gamma = image.info.get("icc_profile"), image.info.get("gamma")
+    if profile and image.mode in (*_COLOR_MODES, "CMYK"):
+        return _apply_profile(image, profile, name)
+    if profile or "srgb" in image.info or not isinstance(gamma, float):
+        return image
+    is_srgb = abs(gamma / _SRGB_GAMMA - 1) <= _MAX_GAMMA_ERROR
+    if is_srgb or not 0.01 < gamma < 100 or image.mode not in _COLOR_MODES:
+        return image
+    logger.info("%s has a gamma of %.3g and is converted to sRGB.", name, gamma)
+    colors, alpha = _split_alpha(image)
+    table = [round(255 * _encode_srgb((value / 255) ** (1 / gamma))) for value in range(256)]
+    return _join_alpha(colors.point(table * len(colors.getbands())), alpha)
+
+
+def _apply_profile(image: Image.Image, profile: bytes, name: str) -> Image.Image:
+    try:
+        from PIL import ImageCms
+    except ImportError:
+        logger.info("%s has a color profile, which this Pillow cannot apply.", name)
+        return image
+    colors, alpha = _split_alpha(image)
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        description = " ".join(ImageCms.getProfileDescription(source).split())
+        if "sRGB" in description:
+            return image
+        target = ImageCms.createProfile("sRGB")
+        intent = ImageCms.Intent.RELATIVE_COLORIMETRIC
+        converted = ImageCms.profileToProfile(colors, source, target, intent, outputMode="RGB")
+    except (ImageCms.PyCMSError, OSError, ValueError) as error:
+        reason = escape_controls(str(error))
+        logger.info("%s has a color profile that cannot be applied (%s).", name, reason)
+        return image
+    logger.info("%s is converted from its color profile (%s) to sRGB.", name, description)
+    return image if converted is None else _join_alpha(converted, alpha)
+
+
+def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
+    """Returns the colors, without a palette, and the alpha channel."""
+    if not image.has_transparency_data:
+        return image.convert("RGB") if image.mode in ("P", "PA") else image, None
+    rgba = image.convert("RGBA")
+    return rgba.convert("RGB" if image.mode in ("P", "PA", "RGB", "RGBA") else "L"), (
+        rgba.getchannel("A")
+    )
+
+
+def _join_alpha(colors: Image.Image, alpha: Image.Image | None) -> Image.Image:
+    if alpha is not None:
+        colors.putalpha(alpha)
+    return colors
+
+
+def _encode_srgb(linear: float) -> float:
+    return 12.92 * linear if linear <= 0.0031308 else 1.055 * linear ** (1 / 2.4) - 0.055
 
 
 def _scale_to_eight_bits(
