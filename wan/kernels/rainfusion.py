@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wan.kernels.forward_context import StepInfo
-from wan.kernels.fp8 import ConvertLayout, Quantizer, keep_layout
+from wan.kernels.fp8 import ConvertLayout, Fp8Quantizer, keep_layout
 from wan.kernels.interfaces import QKV, AttendRows, AttentionInput, Target
 from wan.kernels.rainfusion_masks import make_rainfusion_mask
 from wan.kernels.reference import attend_in_tiles
@@ -152,7 +152,7 @@ class RainFusionAttention:
         refresh: int = 1,
         *,
         kernel: BlockSparseKernel = REFERENCE,
-        quantizer: Quantizer | None = None,
+        quantizer: Fp8Quantizer | None = None,
         convert_layout: ConvertLayout = keep_layout,
     ) -> None:
         if rainfusion_type not in RAINFUSION_TYPES:
