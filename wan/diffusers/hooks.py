@@ -24,6 +24,7 @@ from wan.diffusers.adapters import Adapters, make_adapters
 from wan.diffusers.session import Networks, Session
 from wan.kernels.forward_context import StepInfo
 from wan.modules.interfaces import AttentionCall, SequenceShard
+from wan.modules.lockstep import BlockIterator, run_to_end
 from wan.modules.rope import RopeTable, apply_rope
 from wan.settings.attention_modes import Grid
 
@@ -205,8 +206,9 @@ class _BlockHook(ModelHook):
         session, cache = self.session, self.session.components.step_cache
         assert cache is not None
 
-        def blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
+        def iterate_blocks(x_BLC: Tensor, first: int, last: int | None) -> BlockIterator[Tensor]:
             for layer, block in islice(enumerate(self.blocks), first, last):
+                yield layer
                 x_before, x_BLC = x_BLC, block(x_BLC, *block_args)
                 x_BLC = self.adapters.apply(layer, x_before, x_BLC, block_args)
             return x_BLC
@@ -214,7 +216,8 @@ class _BlockHook(ModelHook):
         session.in_blocks = True
         try:
             valid = session.components.sequence_shard.count_valid_tokens(session.valid_len)
-            return cache(x_BLC, blocks, session.step, valid, x_BLC.dtype)
+            iterator = cache.iterate(x_BLC, iterate_blocks, session.step, valid, x_BLC.dtype)
+            return run_to_end(iterator)
         finally:
             session.in_blocks = False
 

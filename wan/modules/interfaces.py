@@ -189,11 +189,9 @@ class UnshardedSequence:
         return num_tokens
 
 
-RunBlocks = Callable[[Tensor, int, int | None], Tensor]
-"""run_blocks(x_BLC, start, stop): runs blocks start to stop - 1 (None: to the last one) and
-returns x, updated in place."""
 IterateBlocks = Callable[[Tensor, int, int | None], BlockIterator[Tensor]]
-"""The same in lockstep with other samples."""
+"""iterate_blocks(x_BLC, start, stop): runs blocks start to stop - 1 (None: to the last one) and
+returns x, updated in place."""
 
 
 class SkipBlocks(Protocol):
@@ -201,16 +199,6 @@ class SkipBlocks(Protocol):
 
     See `wan.cache.residual`.
     """
-
-    def __call__(
-        self,
-        x_BLC: Tensor,
-        blocks: RunBlocks,
-        step: StepInfo | None,
-        num_valid: int,
-        dtype: torch.dtype,
-        /,
-    ) -> Tensor: ...
 
     def iterate(
         self,
