@@ -38,7 +38,6 @@ class Fp8Kernel(Protocol):
     @property
     def name(self) -> str:
         """For logs and records."""
-        ...
 
     def __call__(
         self, q: AttentionInput, k: AttentionInput, v: AttentionInput, dtype: torch.dtype, /

@@ -40,7 +40,6 @@ class BlockSparseKernel(Protocol):
     @property
     def name(self) -> str:
         """For logs and records."""
-        ...
 
     def __call__(
         self,
