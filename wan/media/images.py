@@ -114,17 +114,6 @@ def convert_to_luma(frames_FHW3: np.ndarray) -> np.ndarray:
     return np.stack([np.asarray(Image.fromarray(frame).convert("L")) for frame in frames_FHW3])
 
 
-def is_image_file(path: Path) -> bool:
-    """Whether a file begins like an image of any format that Pillow knows."""
-    from PIL import Image
-
-    try:
-        with warnings.catch_warnings(action="ignore"), path.open("rb") as file, Image.open(file):
-            return True
-    except Exception:  # any error of Pillow's decoders
-        return False
-
-
 def convert_to_image(value: object, setting: str = "image") -> Image.Image:
     """Converts a Python value to an RGB image, with the rules of `read_image`.
 

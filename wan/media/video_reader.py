@@ -29,7 +29,7 @@ from wan.media.ffmpeg import (
     start_ffmpeg,
     stop_ffmpeg,
 )
-from wan.media.images import is_image_file
+from wan.media.images import is_still_image
 from wan.settings.errors import FileChangedError, InputError
 from wan.utils.log import logger
 
@@ -188,7 +188,7 @@ def read_video(path: Path, setting: str, fps: float | None = None) -> VideoFile:
         raise InputError(setting, path, why, "give a video with pictures, such as an mp4")
     if not probe.times:
         failure = f"cannot be read as a video ({probe.failure})"
-        why = "is a still image, not a video" if is_image_file(path) else failure
+        why = "is a still image, not a video" if is_still_image(path) else failure
         raise InputError(setting, path, why, "give an mp4, or another video")
     times = _complete_times(probe)
     rate = _measure_rate(times)

@@ -116,8 +116,7 @@ class _ClipDecoding:
             except Exception as error:
                 logger.warning("A clip is decoded again, without overlap (%s).", error)
         is_missing = torch.tensor([float(frames is None)])
-        run_on_rank0 = pipeline.work_sharing.run_on_rank0
-        if self.in_background and not run_on_rank0(lambda: is_missing):
+        if self.in_background and not pipeline.run_on_rank0(lambda: is_missing):
             pipeline.release(pipeline.vae)
         else:
             frames = pipeline.decode(self._selected_latents)
