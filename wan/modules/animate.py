@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from wan.modules.frame_attention import (
 )
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import (
-    AfterBlock,
+    BlockInputs,
     StreamConditioning,
     WanModel,
     embed_patches,
@@ -171,21 +172,19 @@ class WanAnimateModel(WanModel):
         pose_embedding = F.pad(pose_embedding, (0, 0, num_local - pose_embedding.shape[1], 0))
         frames, tokens_per_frame = find_local_frames(offset, num_local, frame_size)
 
-        def make_hook(layer: int) -> AfterBlock:
-            return lambda x_BLC, _: self._attend_to_face(
-                x_BLC, layer, face_features, frames, tokens_per_frame
-            )
-
-        hooks = {i: make_hook(i) for i in range(0, self.num_layers, FACE_BLOCK_INTERVAL)}
+        attend = partial(self._attend_to_face, face_features, frames, tokens_per_frame)
+        layers = range(0, self.num_layers, FACE_BLOCK_INTERVAL)
+        hooks = {layer: partial(attend, layer) for layer in layers}
         return replace(stream, video_embedding=pose_embedding, after_block=hooks)
 
     def _attend_to_face(
         self,
-        x_BLC: Tensor,
-        layer: int,
         face_features: _FaceFeatures,
         frames: range,
         tokens_per_frame: Sequence[int],
+        layer: int,
+        x_BLC: Tensor,
+        _: BlockInputs,
     ) -> Tensor:
         """Adds the face attention of a layer to the video tokens; padding is not changed."""
         adapter: Any

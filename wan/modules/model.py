@@ -172,7 +172,7 @@ class WanModel(nn.Module):
         )
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, dim * 6))
         norms, has_image = (qk_norm, cross_attn_norm, eps), image_dim > 0
-        sizes = BlockSizes(dim, ffn_dim, num_heads, *norms, has_image, text_len)
+        self.block_sizes = sizes = BlockSizes(dim, ffn_dim, num_heads, *norms, has_image, text_len)
         self.blocks = nn.ModuleList(
             WanAttentionBlock(sizes, layer, components) for layer in range(num_layers)
         )

@@ -36,7 +36,7 @@ from wan.modules.frame_attention import (
 )
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import (
-    AfterBlock,
+    BlockInputs,
     StreamConditioning,
     WanModel,
     embed_patches,
@@ -209,24 +209,21 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             reference.token_offset, reference.num_local_video_tokens, math.prod(grid[1:])
         )
 
-        def make_hook(layer: int) -> AfterBlock:
-            return lambda x_BLC, _: self._attend_to_audio(
-                x_BLC, layer, audio_tokens, frames, tokens_per_frame
-            )
-
+        attend = partial(self._attend_to_audio, audio_tokens, frames, tokens_per_frame)
         return replace(
             reference,
             video_embedding=pose_embedding + self._token_type_embedding("video"),
-            after_block={layer: make_hook(layer) for layer in self.injected},
+            after_block={layer: partial(attend, layer) for layer in self.injected},
         )
 
     def _attend_to_audio(
         self,
-        x_BLC: Tensor,
-        layer: int,
         audio_tokens: _AudioTokens,
         frames: range,
         tokens_per_frame: Sequence[int],
+        layer: int,
+        x_BLC: Tensor,
+        _: BlockInputs,
     ) -> Tensor:
         """Adds the audio attention of a layer to the video tokens; others are not changed."""
         modules: Any = self.adapter_modules(layer)
