@@ -20,6 +20,7 @@ from wan.settings.devices import Capabilities, get_capabilities
 from wan.settings.errors import InputError
 from wan.utils import system, trace
 from wan.utils.files import KERNEL_TRACE_KIND, write_output
+from wan.utils.log import summarize_error
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ def _import_torch_npu() -> Any:
         raise InputError(
             "`device=npu`",
             why="cannot be used: torch-npu does not load, most likely because CANN is missing "
-            f"({_shorten_error(error)})",
+            f"({summarize_error(error)})",
             remedy="install CANN and source its set_env.sh, or use `device=cpu`",
         ) from error
     return torch_npu.npu
@@ -330,7 +331,7 @@ def _import_mindiesd() -> None:
         raise InputError(
             "`device=npu`",
             why="cannot be used: mindiesd does not load; it must fit PyTorch "
-            f"{torch.__version__}, torch-npu and CANN ({_shorten_error(error)})",
+            f"{torch.__version__}, torch-npu and CANN ({summarize_error(error)})",
             remedy="run pip install -r requirements-npu.txt",
         ) from error
 
@@ -347,7 +348,3 @@ def _check_device_index(device_name: str, index: int, count: int) -> None:
     if index >= count:
         remedy = f"start at most {count} ranks on this machine"
         raise InputError(device_name, index, f"does not exist; {count} do", remedy)
-
-
-def _shorten_error(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
