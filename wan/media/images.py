@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
-import stat
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from wan.settings.errors import InputError, escape_controls
 from wan.settings.values import expand_home, format_value
+from wan.utils.files import check_input_file
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def read_image(path: Path, setting: str = "image") -> Image.Image:
         InputError: The path is no such file, or the file is damaged.
     """
     image_setting = ImageSetting(setting, str(path))
-    _check_image_file(path, image_setting)
+    check_input_file(f"`{setting}`", path, "give an image")
     from PIL import Image, PngImagePlugin
 
     # Programs store the history of an image in it, and profiles may have large tables.
@@ -135,26 +134,6 @@ def convert_to_image(value: object, setting: str = "image") -> Image.Image:
         if isinstance(value, Image.Image):
             return _convert_to_rgb(value, source)
         return Image.fromarray(_convert_to_uint8_rgb(_convert_to_array(value, source), source))
-
-
-def _check_image_file(path: Path, image_setting: ImageSetting) -> None:
-    try:
-        status = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        if re.match(r"([a-z][a-z0-9+.-]+:/|data:)", str(path), re.IGNORECASE):
-            source = ImageSetting(image_setting.setting)
-            raise source.input_error("takes a file, not an address", "download it first") from None
-        raise image_setting.input_error("does not exist", "give an image") from None
-    except (OSError, ValueError) as error:  # ValueError: a null character
-        # The name may be too long to print.
-        short_setting = ImageSetting(image_setting.setting, format_value(path, str))
-        raise short_setting.input_error(
-            f"cannot be used ({_describe_decoder_error(error)})", "give another one"
-        ) from None
-    if not stat.S_ISREG(status.st_mode):
-        raise image_setting.input_error("is not a file", "give an image")
-    if status.st_size == 0:
-        raise image_setting.input_error("is empty (0 bytes)", "give an image")
 
 
 @contextmanager

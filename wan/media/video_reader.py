@@ -23,7 +23,6 @@ from wan.media.ffmpeg import (
     build_clock_args,
     build_input_args,
     build_passthrough_args,
-    check_media_file,
     describe_failure,
     has_filters,
     start_ffmpeg,
@@ -31,6 +30,7 @@ from wan.media.ffmpeg import (
 )
 from wan.media.images import is_still_image
 from wan.settings.errors import FileChangedError, InputError
+from wan.utils.files import check_input_file
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def read_video(path: Path, setting: str, fps: float | None = None) -> VideoFile:
     Raises:
         InputError: The file is no video.
     """
-    check_media_file(setting, path, "give a video, such as an mp4")
+    check_input_file(setting, path, "give a video, such as an mp4")
     try:
         probe = _probe_video(path)
     except OSError as error:
