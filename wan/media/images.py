@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from wan.settings.errors import InputError, escape_controls
 from wan.settings.values import expand_home, format_value
@@ -72,34 +72,33 @@ def read_image(path: Path, setting: str = "image") -> Image.Image:
     """
     image_setting = ImageSetting(setting, str(path))
     check_input_file(f"`{setting}`", path, "give an image")
+    # Opened as a file object: from a path, Pillow 13 memory-maps a TIFF, and confuses width and
+    # height if the orientation rotates it.
+    with _catch_decoder_errors(image_setting), path.open("rb") as file:
+        image = _open_image(file)
+        _check_still_image(image, image_setting)
+        return _convert_to_rgb(image, image_setting)
+
+
+def _open_image(file: BinaryIO) -> Image.Image:
+    """Opens an image in one of `FORMATS`."""
     from PIL import Image, PngImagePlugin
 
     # Programs store the history of an image in it, and profiles may have large tables.
     PngImagePlugin.MAX_TEXT_CHUNK = _MAX_TEXT_BYTES
     PngImagePlugin.MAX_TEXT_MEMORY = _MAX_ALL_TEXT_BYTES
     Image.init()
-    formats = [name for name in FORMATS if name in Image.OPEN]
-    # Opened as a file object: from a path, Pillow 13 memory-maps a TIFF, and confuses width and
-    # height if the orientation rotates it.
-    with (
-        _catch_decoder_errors(image_setting),
-        path.open("rb") as file,
-    ):
-        image = Image.open(file, formats=formats)
-        _check_still_image(image, image_setting)
-        return _convert_to_rgb(image, image_setting)
+    return Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
 
 
 def is_still_image(path: Path) -> bool:
     """Returns whether a file is an image in one of `FORMATS`, intact or not, and no animation."""
-    from PIL import Image
-
     if not path.is_file():
         return False
     try:
         with warnings.catch_warnings(), path.open("rb") as file:
             warnings.simplefilter("ignore")
-            with Image.open(file, formats=[n for n in FORMATS if n in Image.OPEN]) as image:
+            with _open_image(file) as image:
                 return image.format in ("MPO", "TIFF") or getattr(image, "n_frames", 1) == 1
     except Exception:  # its type depends on the damage
         return False
