@@ -10,14 +10,14 @@ This module does not import torch, so that bad files are refused before torch is
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from wan.media.ffmpeg import (
     build_clock_args,
@@ -373,10 +373,8 @@ def _build_tone_map_filters(colors: dict[str, str]) -> str:
     )
 
 
-class FrameReader(Protocol):
-    """Reads the frames of a video at the given indices, uint8 [F,H,W,3]."""
-
-    def __call__(self, indices: Sequence[int]) -> np.ndarray: ...
+FrameReader = Callable[[Sequence[int]], "np.ndarray"]
+"""Reads the frames of a video at the given indices, uint8 [F,H,W,3]."""
 
 
 def read_frames_at(video: VideoFile, indices: Sequence[int]) -> np.ndarray:
