@@ -21,7 +21,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks import common
 from wan.app.flag_parser import Parser
@@ -37,11 +37,7 @@ from wan.kernels.weight_only_linear import UpcastMemory, WeightOnlyLinear
 from wan.modules.fused_ops import BlockOps
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
-from wan.pipeline.denoise import (
-    predict_both_velocities,
-    predict_velocity,
-    run_both_branches,
-)
+from wan.pipeline.denoise import StepPrediction
 from wan.settings.numerics import keeps_fp32
 from wan.settings.presets import PRESETS, Preset
 from wan.settings.values import integer, read_size
@@ -148,14 +144,7 @@ def make_step(network: WanModel, grid: tuple[int, int, int]) -> measuring.Work:
     cond, uncond = torch.randn(2, network.text_len, network.text_dim).bfloat16()
     inputs = DenoiseInputs(latents, cond, uncond)
     info = StepInfo(0, 1, "cond", "dit", grid, prod(grid))
-    arguments = network, latents, torch.tensor([500.0]), inputs, info
-
-    def run() -> tuple[Tensor, Tensor]:
-        if network.runs_in_lockstep(prod(grid)):
-            return predict_both_velocities(*arguments)
-        return run_both_branches(partial(predict_velocity, *arguments))
-
-    return run
+    return StepPrediction(network, latents, torch.tensor([500.0]), inputs, info).compute_branches
 
 
 @torch.no_grad()

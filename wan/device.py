@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from wan.settings.devices import Capabilities, get_capabilities
 from wan.settings.errors import InputError
 from wan.utils import system, trace
 from wan.utils.files import KERNEL_TRACE_KIND, write_output
+from wan.utils.log import summarize_error
 
 
 @dataclass(frozen=True)
@@ -285,7 +287,11 @@ def _select_cuda(index: int) -> Device:
 
 
 def _select_npu(index: int) -> Device:
-    npu = _import_torch_npu()
+    npu = _import_npu_package(
+        "torch_npu",
+        "torch-npu does not load, most likely because CANN is missing",
+        "install CANN and source its set_env.sh, or use `device=cpu`",
+    ).npu
     if not npu.is_available():
         raise InputError(
             "`device=npu`",
@@ -295,7 +301,11 @@ def _select_npu(index: int) -> Device:
         )
     _check_device_index("NPU", index, npu.device_count())
     # Before the first use of a device: the import registers mindiesd's operators with CANN.
-    _import_mindiesd()
+    _import_npu_package(
+        "mindiesd",
+        f"mindiesd does not load; it must fit PyTorch {torch.__version__}, torch-npu and CANN",
+        "run pip install -r requirements-npu.txt",
+    )
     # After the import, which allows internal formats: weights must stay in row-major layout.
     npu.config.allow_internal_format = False
     npu.set_compile_mode(jit_compile=False)
@@ -303,51 +313,24 @@ def _select_npu(index: int) -> Device:
     return Device(torch.device("npu", index), get_capabilities("npu", npu.get_soc_version()))
 
 
-def _import_torch_npu() -> Any:
-    """Returns torch.npu; raises InputError without torch-npu or CANN."""
+def _import_npu_package(name: str, problem: str, remedy: str) -> Any:
+    """Imports a package; raises InputError if it is not installed or does not load."""
     try:
-        import torch_npu
-    except ModuleNotFoundError as error:
-        raise _make_missing_package_error(error) from error
-    except (ImportError, OSError, RuntimeError) as error:
-        raise InputError(
-            "`device=npu`",
-            why="cannot be used: torch-npu does not load, most likely because CANN is missing "
-            f"({_shorten_error(error)})",
-            remedy="install CANN and source its set_env.sh, or use `device=cpu`",
-        ) from error
-    return torch_npu.npu
-
-
-def _import_mindiesd() -> None:
-    try:
-        with warnings.catch_warnings():  # on Triton kernels of other models
+        with warnings.catch_warnings():  # mindiesd's, on Triton kernels of other models
             warnings.simplefilter("ignore", UserWarning)
-            import mindiesd  # noqa: F401  (registers operators)
+            return import_module(name)
     except ModuleNotFoundError as error:
-        raise _make_missing_package_error(error) from error
-    except (ImportError, OSError, RuntimeError) as error:
         raise InputError(
             "`device=npu`",
-            why="cannot be used: mindiesd does not load; it must fit PyTorch "
-            f"{torch.__version__}, torch-npu and CANN ({_shorten_error(error)})",
-            remedy="run pip install -r requirements-npu.txt",
+            why=f"needs the Python package {error.name}, which is not installed",
+            remedy="run pip install -r requirements-npu.txt, or use `device=cpu`",
         ) from error
-
-
-def _make_missing_package_error(error: ModuleNotFoundError) -> InputError:
-    return InputError(
-        "`device=npu`",
-        why=f"needs the Python package {error.name}, which is not installed",
-        remedy="run pip install -r requirements-npu.txt, or use `device=cpu`",
-    )
+    except (ImportError, OSError, RuntimeError) as error:
+        why = f"cannot be used: {problem} ({summarize_error(error)})"
+        raise InputError("`device=npu`", None, why, remedy) from error
 
 
 def _check_device_index(device_name: str, index: int, count: int) -> None:
     if index >= count:
         remedy = f"start at most {count} ranks on this machine"
         raise InputError(device_name, index, f"does not exist; {count} do", remedy)
-
-
-def _shorten_error(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

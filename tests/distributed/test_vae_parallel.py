@@ -24,8 +24,7 @@ from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
 from wan.device import select_device
 from wan.distributed.ulysses import SINGLE_RANK
-from wan.modules.vae.layers import ResidualBlock
-from wan.modules.vae.network import Autoencoder
+from wan.modules.vae.network import Autoencoder, ResidualBlock
 from wan.modules.vae.rows import ALL_ROWS, Rows
 from wan.modules.vae.sharded import ShardedRows, split_rows_evenly
 from wan.modules.vae.video_vae import FrameCollector, read_vae_spec

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from wan.modules.vae import video_vae
-from wan.pipeline.pipeline import WorkSharing
+from wan.pipeline.pipeline import run_locally
 from wan.utils.log import StageTimer
 
 CPU = torch.device("cpu")
@@ -46,12 +46,12 @@ class PipelineParts:
     def __init__(self, folder: Path, cases: str, experts: Networks) -> None:
         tensors = load_file(folder / cases)
         self.contexts = tensors["context"], tensors["context_null"]
-        self.stage_timer, self.work_sharing = StageTimer(lambda: None), WorkSharing()
+        self.stage_timer = StageTimer(lambda: None)
         self.device: Any = type("Device", (), {"torch_device": CPU})
         self.experts: Any = experts
         self.torch_device, self.overlap_decoding = CPU, False
         self.cached_prompt_embeds: dict[str, Tensor] = {}
-        self.run_on_rank0 = self.work_sharing.run_on_rank0
+        self.run_on_rank0 = run_locally
         vae_spec = video_vae.read_vae_spec(folder.parent / "vae21.weights.safetensors")
         self.vae = video_vae.VideoVAE(vae_spec.load(device=CPU, dtype_of=lambda *_: torch.float32))
         self.encode_video, self.decode = self.vae.encode, self.vae.decode

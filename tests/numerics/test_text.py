@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.modules import t5
-from wan.modules.umt5 import Umt5Encoder
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +77,7 @@ def test_the_encoder_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
     reference, generator = UMT5EncoderModel(config).eval(), torch.Generator().manual_seed(1)
     for parameter in reference.parameters():
         parameter.normal_(std=0.3, generator=generator)
-    network = Umt5Encoder(**sizes, num_heads=5)
+    network = t5.Umt5Encoder(**sizes, num_heads=5)
     tensors = reference.state_dict()
     del tensors["encoder.embed_tokens.weight"]  # the same tensor as shared.weight
     network.load_state_dict(tensors)

@@ -40,16 +40,17 @@ pytestmark = [
 GENERATE_ARGS = ("--frame_num", 5, "--sample_steps", 2, "--base_seed", 7, "--prompt", PROMPT)
 LONG = {"num_inference_steps": 1000, "num_frames": 17}  # deleted before it is complete
 DENOISE, PIPELINE = "wan.pipeline.denoise:", "wan.pipeline.pipeline:Pipeline."
+PREDICT = f"{DENOISE}StepPrediction.predict_velocity"
 WRITER = "wan.media.video_writer:Mp4Encoder."
 FAULTS: dict[str, tuple[int, str, str, bool, str | None, int]] = {
     # rank, failing function, fault, whether after its return, error of the job, restarts
     "between": (1, f"{DENOISE}DenoisingLoop._check_finite", "raise", False, "internal_error", 0),
-    "before an exchange": (1, f"{DENOISE}predict_velocity", "raise", False, None, 1),
+    "before an exchange": (1, PREDICT, "raise", False, None, 1),
     "inside an exchange": (1, "wan.distributed.ulysses:_start_exchange", "raise", True, None, 1),
-    "after an exchange": (1, f"{DENOISE}predict_velocity", "raise", True, None, 1),
-    "no memory": (1, f"{DENOISE}predict_velocity", "memory", False, "out_of_memory", 1),
+    "after an exchange": (1, PREDICT, "raise", True, None, 1),
+    "no memory": (1, PREDICT, "memory", False, "out_of_memory", 1),
     "killed in text": (1, f"{PIPELINE}encode_prompt", "kill", False, None, 1),
-    "killed in denoising": (0, f"{DENOISE}predict_velocity", "kill", False, None, 1),
+    "killed in denoising": (0, PREDICT, "kill", False, None, 1),
     "killed in decoding": (0, f"{PIPELINE}decode_to_sink", "kill", False, None, 1),
     "killed in writing": (0, f"{WRITER}write_frames", "kill", False, None, 1),
 }

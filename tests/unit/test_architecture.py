@@ -72,8 +72,7 @@ WITHOUT_TORCH = (
 )
 # Library, or private part of one -> the only modules that may import it.
 ONLY_IN = {
-    "diffusers": "wan.pipeline.scheduler wan.pipeline.sde wan.testing.random_checkpoint "
-    "wan.diffusers",
+    "diffusers": "wan.testing.random_checkpoint wan.diffusers",
     "transformers": "wan.modules.t5 wan.modules.clip wan.modules.audio_encoder "
     "wan.testing.random_checkpoint wan.app.prompt_extend",
     "soxr": "wan.media.audio",

@@ -22,7 +22,7 @@ from transformers import Wav2Vec2FeatureExtractor, Wav2Vec2Model
 from wan.media.audio import Audio
 from wan.modules import audio_encoder as sound
 from wan.pipeline.clips import generate_clips
-from wan.pipeline.pipeline import WorkSharing
+from wan.pipeline.pipeline import run_locally
 from wan.settings.errors import FileChangedError
 from wan.settings.presets import PRESETS
 from wan.tasks import speech2video
@@ -57,10 +57,10 @@ class FakePipeline:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.decoded: list[tuple[Tensor, Tensor]] = []
         self.clip_images: list[Tensor] = []
-        self.stage_timer, self.work_sharing, self.vae = StageTimer(), WorkSharing(), object()
+        self.stage_timer, self.vae = StageTimer(), object()
         self.torch_device, self.experts, self.overlap_decoding = torch.device("cpu"), self, False
         self.cached_prompt_embeds: dict[str, Tensor] = {}
-        self.run_on_rank0 = self.work_sharing.run_on_rank0
+        self.run_on_rank0 = run_locally
         self.encode_video = encode_by_averages
 
     def encode_prompt(self, *_: object) -> tuple[Tensor, Tensor]:
@@ -295,7 +295,7 @@ def test_all_ranks_decode_again_what_the_main_rank_could_not(is_main: bool, fail
     pipeline.device = SimpleNamespace(torch_device=pipeline.torch_device)
     pipeline.vae_runner = SimpleNamespace()  # decoding in the background fails
     if not is_main:
-        pipeline.work_sharing = WorkSharing(run_on_rank0=lambda _: torch.tensor([float(failed)]))
+        pipeline.run_on_rank0 = lambda _: torch.tensor([float(failed)])
     first, last = generate_clips(pipeline, make_chain("latent"), CHAIN_INPUTS)
     decoded = [latents for latents, _ in pipeline.decoded]
     expected = [2 * first.latents, 3 * last.latents] if failed else [3 * last.latents]

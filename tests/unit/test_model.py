@@ -202,21 +202,30 @@ def test_networks_and_calls_that_do_not_fit() -> None:
 
 def test_the_least_recently_used_entry_is_forgotten() -> None:
     """The second branch's input is the same in every clip, the first one's is not."""
-    cache, always, computed = InputCache[str](2), torch.zeros(1), []
-    for name in "abc":
-        clip = torch.zeros(1)
-        for tensor, label in ((clip, name), (always, "always")) * 2:  # two steps
-            cache.get_or_compute([tensor], lambda label=label: computed.append(label) or label)
+    cache, always, computed = InputCache[str](capacity=2), torch.zeros(1), []
+    with torch.no_grad():
+        for name in "abc":
+            clip = torch.zeros(1)
+            for tensor, label in ((clip, name), (always, "always")) * 2:  # two steps
+                cache.get_or_compute([tensor], lambda label=label: computed.append(label) or label)
     assert computed == ["a", "always", "b", "c"]
 
 
 def test_inputs_are_not_kept_alive() -> None:
     cache, tensor = InputCache[str](), torch.zeros(1)
-    cache.add([tensor, 0], "x")
-    assert cache.get([tensor, 0]) == "x" and cache.get([tensor, 1]) is None
-    alive = weakref.ref(tensor)
-    del tensor
-    assert alive() is None and cache.get([torch.zeros(1), 0]) is None
+    with torch.no_grad():
+        for value, label, expected in ((0, "x", "x"), (0, "y", "x"), (1, "z", "z")):
+            assert cache.get_or_compute([tensor, value], lambda label=label: label) == expected
+        alive = weakref.ref(tensor)
+        del tensor
+        assert alive() is None and cache.get_or_compute([torch.zeros(1), 0], lambda: "w") == "w"
+
+
+def test_nothing_is_cached_with_gradients_or_if_the_cache_is_off() -> None:
+    for cache, has_gradients in ((InputCache[str](), True), (InputCache[str](False), False)):
+        with torch.set_grad_enabled(has_gradients):
+            results = [cache.get_or_compute([0], lambda label=label: label) for label in "ab"]
+        assert results == ["a", "b"]
 
 
 # Small operations

@@ -31,6 +31,7 @@ from wan.cache.tea import Tea, compute_embedding_changes
 from wan.configs import WAN_CONFIGS
 from wan.kernels.forward_context import StepInfo
 from wan.modules.blocks import WanAttentionBlock
+from wan.modules.lockstep import BlockIterator, run_to_end
 from wan.modules.model import WanModel
 from wan.pipeline.denoise import run_both_branches
 from wan.settings import noise_schedule
@@ -289,8 +290,12 @@ class Blocks:
 
 
 def apply_cache(cache: Any, blocks: Any, x: Tensor, info: StepInfo) -> Tensor:
+    def iterate_blocks(x_BLC: Tensor, first: int, last: int | None) -> BlockIterator[Tensor]:
+        yield first
+        return blocks(x_BLC, first, last)
+
     with torch.inference_mode():
-        return cache(x.clone(), blocks, info, 6, torch.float32)
+        return run_to_end(cache.iterate(x.clone(), iterate_blocks, info, 6, torch.float32))
 
 
 def make_step_lists(*computed: bool) -> policy.StepLists:
@@ -356,7 +361,7 @@ def test_each_branch_and_sample_reuses_its_own(name: str) -> None:
                 output = cache(lambda value=value: value, info, 0)
             else:
                 blocks = lambda x, *_, value=value: x.add_(value)  # noqa: E731
-                output = cache(torch.zeros(1, 6, 4), blocks, info, 6, torch.float32)
+                output = apply_cache(cache, blocks, torch.zeros(1, 6, 4), info)
         assert torch.equal(output, added[branch, sample]), (index, branch, sample)
     assert cache.skipped_indices == {"cond": [1], "uncond": [1]}
 
@@ -368,7 +373,7 @@ def test_nothing_is_left_of_a_run_that_ends(name: str) -> None:
     cache.start_run(make_step_lists(True, False))
     with torch.inference_mode(), live:
         if name == "tea":
-            cache(torch.ones(shape), Blocks(1.0), step(0), 6, torch.float32)
+            apply_cache(cache, Blocks(1.0), torch.ones(shape), step(0))
         elif name == "attention":
             cache(lambda: torch.ones(shape), step(0), 0)
         else:

@@ -10,20 +10,20 @@ policy `steps` skips the same blocks. Cached tensors have the dtype of the matri
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from wan.cache.policy import AllAgree, Cache, Policy
-from wan.modules.lockstep import run_to_end
+from wan.cache.policy import BRANCHES, AllAgree, Cache, ComputeChanges, Policy, StepLists
 from wan.settings.attention_modes import Grid
+from wan.settings.errors import InputError
+from wan.tasks.base import VideoParams
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from wan.kernels.forward_context import StepInfo
-    from wan.modules.interfaces import IterateBlocks, RunBlocks
+    from wan.modules.interfaces import IterateBlocks
     from wan.modules.lockstep import BlockIterator
 
 
@@ -40,6 +40,41 @@ class ResidualPolicy(Policy):
 
     def make_cache(self, sync_branches: bool = False, all_agree: AllAgree | None = None) -> Cache:
         return ResidualCache(self, sync_branches, all_agree)
+
+
+class FirstBlock(ResidualPolicy):
+    """ParaAttention's First Block Cache: the first block's residual decides in every step."""
+
+    num_first_blocks = 1
+    decides_per_step = True
+
+    def select_steps(
+        self, params: VideoParams, compute_changes: ComputeChanges | None
+    ) -> StepLists:
+        return dict.fromkeys(BRANCHES, (False,) * params.num_forwards)
+
+
+class ListedSteps(ResidualPolicy):
+    """Computes a given list of steps, such as those computed by a First Block Cache run."""
+
+    num_first_blocks = 1
+
+    def check_params(self, params: VideoParams) -> tuple[str, ...]:
+        notices, last = super().check_params(params), max(self.settings.argument)
+        if last >= params.num_forwards:
+            raise InputError(
+                "`step_cache=steps:`",
+                why=f"names step {last}, but there are {params.num_forwards} (from `sample_steps`)",
+                remedy=f"name steps from 0 to {params.num_forwards - 1}, or give more "
+                "`sample_steps`",
+            )
+        return notices
+
+    def select_steps(
+        self, params: VideoParams, compute_changes: ComputeChanges | None
+    ) -> StepLists:
+        listed = self.settings.argument
+        return dict.fromkeys(BRANCHES, tuple(s in listed for s in range(params.num_forwards)))
 
 
 @dataclass
@@ -84,24 +119,6 @@ class ResidualCache(Cache):
     def clear(self) -> None:
         super().clear()
         self._entries.clear()
-
-    def __call__(
-        self,
-        x_BLC: Tensor,
-        blocks: RunBlocks,
-        step: StepInfo | None,
-        num_valid: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Returns the residual stream after all blocks; arguments as for `iterate`."""
-
-        def iterate_blocks(
-            x_BLC: Tensor, start: int, stop: int | None
-        ) -> Generator[int, None, Tensor]:
-            yield start
-            return blocks(x_BLC, start, stop)
-
-        return run_to_end(self.iterate(x_BLC, iterate_blocks, step, num_valid, dtype))
 
     def iterate(
         self,

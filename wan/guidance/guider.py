@@ -1,6 +1,4 @@
-"""The base class of guiders, and classifier-free guidance.
-
-A guider is a class in a module of this package and a row of `wan.settings.guidance.GUIDERS`.
+"""The guiders: classes that are rows of `wan.settings.guidance.GUIDERS`.
 
 Legend: Z latent channels, f h w latent frames/height/width.
 """
@@ -12,11 +10,15 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from wan.settings.guidance import GUIDERS
+from wan.settings.solvers import SOLVERS
 from wan.tasks.base import VideoParams
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+_ETA, _MOMENTUM, _THRESHOLD = 0.0, 0.0, 0.0  # the paper's momentum of -0.5 harms with few steps
+_MIN_STEPS = 9  # from which on the first step has velocity 0 by default: with few it harms
 
 
 class Guider(ABC):
@@ -48,6 +50,63 @@ class ClassifierFree(Guider):
 def combine_linearly(cond_Zfhw: Tensor, uncond_Zfhw: Tensor, scale: float) -> Tensor:
     """Returns uncond + scale (cond - uncond)."""
     return uncond_Zfhw + scale * (cond_Zfhw - uncond_Zfhw)
+
+
+class CfgZeroStar(Guider):
+    """CFG-Zero* (arXiv:2503.18886).
+
+    Scales the unconditional velocity by its projection on the conditional one.
+    """
+
+    @property
+    def num_zero_steps(self) -> int:
+        params, num_steps = self.params, self.params.zero_init_steps
+        if num_steps is None:
+            num_steps = int(params.sample_steps >= _MIN_STEPS)
+        return num_steps * SOLVERS[params.sample_solver].forwards_per_step
+
+    def combine(self, cond_Zfhw: Tensor, uncond_Zfhw: Tensor, scale: float) -> Tensor:
+        ratio = (cond_Zfhw * uncond_Zfhw).sum() / ((uncond_Zfhw**2).sum() + 1e-8)
+        return combine_linearly(cond_Zfhw, ratio * uncond_Zfhw, scale)
+
+
+class AdaptiveProjected(Guider):
+    """Adaptive projected guidance (arXiv:2410.02416).
+
+    Leaves out the part of the update along the conditional velocity, which oversaturates.
+
+    The limit of the update is per element, so that it does not depend on the size of the video.
+    """
+
+    def __init__(self, params: VideoParams) -> None:
+        super().__init__(params)
+        values = (params.apg_eta, params.apg_momentum, params.apg_threshold)
+        self._eta, self._momentum, self._threshold = (
+            default if value is None else value
+            for value, default in zip(values, (_ETA, _MOMENTUM, _THRESHOLD), strict=True)
+        )
+        self._update: Tensor | None = None
+
+    def to(self, device: torch.device) -> None:
+        if self._update is not None:
+            self._update = self._update.to(device)
+
+    def combine(self, cond_Zfhw: Tensor, uncond_Zfhw: Tensor, scale: float) -> Tensor:
+        import torch
+
+        update = cond_Zfhw - uncond_Zfhw
+        if self._update is not None:
+            update = update + self._momentum * self._update
+        self._update = update if self._momentum else None
+        if self._threshold:
+            update = update * (self._threshold / update.pow(2).mean().sqrt()).clamp(max=1)
+        # NPUs have no float64; on other devices the sums are exact enough in float64 only.
+        device = torch.device("cpu") if update.device.type == "npu" else update.device
+        update64, direction = (x.to(device, torch.float64) for x in (update, cond_Zfhw))
+        direction = direction / direction.norm().clamp_min(1e-12)
+        parallel = (update64 * direction).sum() * direction
+        projected = update64 + (self._eta - 1) * parallel
+        return uncond_Zfhw + scale * projected.to(update)
 
 
 def make_guider(params: VideoParams) -> Guider:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wan.kernels.interfaces import Kernel, Target
 from wan.kernels.sdpa import SdpaKernel
-from wan.utils.log import logger
+from wan.utils.log import logger, summarize_error
 from wan.utils.torch_private import compile_cpp, has_amx, has_avx512_bf16
 
 _COLUMNS, _MAX_HEAD = 64, 256  # head sizes are multiples; packed keys are padded to a multiple
@@ -46,11 +46,10 @@ def compiles() -> bool:
     try:
         load_library()
     except Exception as error:  # any of the compiler, or of the folder of its cache
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.warning(
             "Attention is PyTorch's, because the faster kernel of this CPU does not compile: %s "
             "(--attention_backend sdpa does not try).",
-            reason,
+            summarize_error(error),
         )
         return False
     return True

@@ -20,7 +20,7 @@ from torch import Tensor
 from wan.checkpoint.dequantise import split_scales
 from wan.checkpoint.tensor_info import FP8, GGUF
 from wan.settings.numerics import get_slice_numel
-from wan.utils.log import logger
+from wan.utils.log import logger, summarize_error
 from wan.utils.torch_private import set_up_compiler
 
 MIN_VALUES = 1 << 35
@@ -68,11 +68,10 @@ class CompiledDequantizer:
                 self._compiled[dtype](*arguments)
         except Exception as error:  # any of the compiler, or of the folder of its cache
             self._works = False
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             logger.warning(
                 "Weights are dequantized without a compiler, which costs speed only: %s "
                 "(--fused_ops none does not try).",
-                reason,
+                summarize_error(error),
             )
         return self._works
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wan.settings.kernels import SMALL_OPS
-from wan.utils.log import logger
+from wan.utils.log import logger, summarize_error
 from wan.utils.torch_private import set_up_compiler
 
 STEPS_BY_OP = {
@@ -63,10 +63,9 @@ class CompiledOps:
             return self.compiled[name](x, *args)
         except Exception as error:  # of the compiler or of its cache; nothing has been computed yet
             self._steps = set()
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             logger.warning(
                 "The small operations are not compiled, which costs speed only: %s "
                 "(--fused_ops none does not try).",
-                reason,
+                summarize_error(error),
             )
             return op(x, *args)

@@ -32,38 +32,12 @@ ConvertLayout = Callable[[AttentionInput], AttentionInput]
 """Converts keys or values to a kernel's memory layout, once for all query blocks."""
 
 
-class Quantizer(Protocol):
-    """Quantizes queries, keys and values to one format."""
-
-    @property
-    def name(self) -> str:
-        """For logs and records."""
-        ...
-
-    @property
-    def q_rows(self) -> int:
-        """Query rows per scale."""
-        ...
-
-    @property
-    def kv_rows(self) -> int:
-        """Rows of keys or values per scale; a multiple of q_rows."""
-        ...
-
-    def quantize_q(self, x_BSND: Tensor, step: StepInfo | None) -> AttentionInput: ...
-
-    def quantize_k(self, x_BSND: Tensor, step: StepInfo | None) -> AttentionInput: ...
-
-    def quantize_v(self, x_BSND: Tensor) -> AttentionInput: ...
-
-
 class Fp8Kernel(Protocol):
     """softmax(q k^T / sqrt(D)) v, [B,S,N,D] in dtype; k and v have the kernel's layout."""
 
     @property
     def name(self) -> str:
         """For logs and records."""
-        ...
 
     def __call__(
         self, q: AttentionInput, k: AttentionInput, v: AttentionInput, dtype: torch.dtype, /
@@ -170,9 +144,13 @@ def rotate_heads(x_BSND: Tensor, rotation_DD: Tensor, tiled: bool = True) -> Ten
 
 
 class Fp8Quantizer:
-    """Implements `Quantizer`: Q and K rotated, Q per 128 rows, K and V per 256 rows.
+    """Quantizes queries, keys and values: Q and K rotated, Q per 128 rows, K and V per 256 rows.
 
     device_type: of the device that computes.
+
+    Attributes:
+        q_rows: Query rows per scale.
+        kv_rows: Rows of keys or values per scale; a multiple of `q_rows`.
     """
 
     name = "per-block E4M3"
@@ -249,7 +227,7 @@ class Fp8Attention:
 
     def __init__(
         self,
-        quantizer: Quantizer,
+        quantizer: Fp8Quantizer,
         dtype: torch.dtype,
         kernel: Fp8Kernel = DEQUANTIZED,
         quantize_before_exchange: bool = False,

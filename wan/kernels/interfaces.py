@@ -44,18 +44,15 @@ class Kernel(Protocol):
     @property
     def name(self) -> str:
         """For logs and records."""
-        ...
 
     @property
     def can_return_lse(self) -> bool:
         """Whether `with_lse` exists, without which ring attention gathers K and V."""
-        ...
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor: ...
 
     def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
         """Returns the result and the log-sum-exp of the logits (natural log, float32 [B,N,S])."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,26 +125,21 @@ class AttentionBackend(Protocol):
     @property
     def name(self) -> str:
         """For logs and records."""
-        ...
 
     @property
     def q_multiple(self) -> int:
         """Query blocks begin at multiples of this."""
-        ...
 
     @property
     def always_applies(self) -> bool:
         """Whether the backend applies to every call."""
-        ...
 
     @property
     def quantizes_before_exchange(self) -> bool:
         """Whether `quantize` changes q, k and v."""
-        ...
 
     def applies_to(self, step: StepInfo | None) -> bool:
         """Whether the backend computes this call; ValueError if it needs a step and gets None."""
-        ...
 
     def quantize(
         self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, num_valid: int, step: StepInfo | None
@@ -156,13 +148,11 @@ class AttentionBackend(Protocol):
 
         num_valid: tokens without padding; the values of padding rows must not matter.
         """
-        ...
 
     def prepare_kv(
         self, q: AttentionInput, k: AttentionInput, v: AttentionInput, step: StepInfo | None
     ) -> AttendRows:
         """Prepares attention to k and v; q, k, v are results of `quantize`, without padding."""
-        ...
 
 
 @dataclass(frozen=True)

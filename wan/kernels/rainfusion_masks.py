@@ -27,11 +27,7 @@ def make_window_order(grid: Grid) -> Tensor:
     Each frame is ordered by windows of 8 x 8 tokens. If they do not fill a frame, the first frame
     keeps raster order, and each later frame is its windows, then the remaining rows (full width),
     then the remaining columns.
-
-    Raises ValueError for a grid that is not three positive sizes.
     """
-    if len(grid) != 3 or min(grid) < 1:
-        raise ValueError(f"grid must be three positive sizes (frames, height, width), got {grid}")
     _, height, width = grid
     raster = torch.arange(math.prod(grid)).view(grid)
     rows, columns = height - height % WINDOW, width - width % WINDOW
@@ -50,12 +46,7 @@ def _split_windows(x: Tensor) -> Tensor:
 
 
 def mean_pool_blocks(x_BSND: Tensor, rows: int) -> Tensor:
-    """Computes means of `rows` consecutive rows (the last of fewer): [B,ceil(S/rows),N,D].
-
-    Raises ValueError for rows < 1.
-    """
-    if rows < 1:
-        raise ValueError(f"rows of a block must be at least 1, got {rows}")
+    """Computes means of `rows` consecutive rows (the last of fewer): [B,ceil(S/rows),N,D]."""
     num_full = x_BSND.shape[1] // rows
     full_rows, tail = x_BSND[:, : num_full * rows], x_BSND[:, num_full * rows :]
     means = [full_rows.unflatten(1, (num_full, rows)).mean(2)] if num_full else []
@@ -68,12 +59,8 @@ def make_block_mask(q_pool: Tensor, k_pool: Tensor, sparsity: float, scale: floa
     """Selects each row's ceil(nk * (1 - sparsity)) highest key blocks: bool [B,N,nq,nk].
 
     q_pool [B,nq,N,D], k_pool [B,nk,N,D]: means of blocks. The scores are a softmax in their dtype.
-    Ties with the lowest selected score are selected too.
-
-    Raises ValueError for a sparsity outside 0 <= sparsity < 1.
+    Ties with the lowest selected score are selected too. sparsity: 0 <= sparsity < 1.
     """
-    if not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity must be at least 0 and below 1, got {sparsity}")
     scores = torch.einsum("blnd,bsnd->bnls", q_pool, k_pool) * scale
     probabilities = F.softmax(scores, dim=-1)
     num_kept = math.ceil(probabilities.shape[-1] * (1 - sparsity))

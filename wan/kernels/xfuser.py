@@ -21,6 +21,7 @@ from torch import Tensor
 from wan.kernels.interfaces import Target
 from wan.settings.errors import InputError
 from wan.settings.kernels import DenseKernelRow
+from wan.utils.log import summarize_error
 from wan.utils.torch_private import use_private_compiler_cache
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
@@ -96,7 +97,7 @@ def _find_function(row: DenseKernelRow) -> tuple[Any, AttentionFunction]:
     except Exception as error:  # any error of an incompatible package
         why = (
             "needs xfuser, which does not load here: it needs a PyTorch for CUDA or ROCm and the "
-            f"packages of requirements-cuda.txt ({_summarize_error(error)})"
+            f"packages of requirements-cuda.txt ({summarize_error(error)})"
         )
         raise InputError(row.setting, None, why, _REMEDY) from error
     member = getattr(registry.AttentionBackendType, str(row.xfuser_member), None)
@@ -126,7 +127,7 @@ def _try_function(
         with torch.no_grad():
             out, lse = _call_function(function, q, k, v)
     except Exception as error:  # any error of an incompatible kernel
-        return _summarize_error(error)
+        return summarize_error(error)
     logits = (q.float().transpose(1, 2) @ k.float().permute(0, 2, 3, 1)) * head_dim**-0.5
     expected = (logits.softmax(-1) @ v.float().transpose(1, 2)).transpose(1, 2)
     if out.shape != expected.shape:
@@ -155,7 +156,3 @@ def _call_function(
     q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
     out, lse = function(q, k, v, 0.0, False)
     return out.transpose(1, 2).to(q_BSND.dtype), lse
-
-
-def _summarize_error(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

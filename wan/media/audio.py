@@ -14,7 +14,6 @@ from wan.media.ffmpeg import (
     build_clock_args,
     build_input_args,
     build_output_args,
-    check_media_file,
     describe_failure,
     run_ffmpeg,
 )
@@ -25,6 +24,7 @@ from wan.settings.sound import (
     SAMPLE_RATE,
     WAV2VEC_CONVOLUTIONS,
 )
+from wan.utils.files import check_input_file
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def read_audio(path: Path) -> Audio:
     """
     import numpy as np
 
-    check_media_file("`audio`", path, "give a sound, such as a wav")
+    check_input_file("`audio`", path, "give a sound, such as a wav")
     args = [*build_input_args(path), "-t", str(MAX_SECONDS + 1), "-map", "0:a:0"]
     args += ["-af", _PAD_FROM_TIME_0, "-f", "au", "-c:a", "pcm_f32be", "-"]
     result = run_ffmpeg([*args, *build_clock_args(path, "0:v?")])

@@ -16,7 +16,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from wan.settings.errors import InputError
 from wan.settings.values import format_value
 
 _FORMATS = (
@@ -119,28 +118,6 @@ def build_passthrough_args() -> list[str]:
 def has_filters(*names: str) -> bool:
     """Returns whether this ffmpeg has all of these filters."""
     return all(f"Filter {name}" in _get_ffmpeg_help(f"filter={name}") for name in names)
-
-
-def check_media_file(setting: str, path: Path, remedy: str) -> None:
-    """Refuses a path that is no file, is empty or cannot be read.
-
-    Args:
-        remedy: For the InputError, such as "give an mp4".
-    """
-    try:
-        if not path.exists():
-            if re.match(r"[a-z][a-z0-9+.-]+:/", str(path), re.IGNORECASE):
-                raise InputError(setting, path, "is an address, not a file", "download it first")
-            raise InputError(setting, path, "does not exist", remedy)
-        if not path.is_file():
-            raise InputError(setting, path, "is not a file", remedy)
-        if not path.stat().st_size:
-            raise InputError(setting, path, "is empty (0 bytes)", remedy)
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        why = f"cannot be used ({error.strerror or error})"
-        raise InputError(setting, path, why, remedy) from error
 
 
 def describe_failure(stderr: str) -> str:

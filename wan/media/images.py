@@ -1,4 +1,4 @@
-"""Converts an image from a file or a Python object to 8-bit RGB in its upright orientation.
+"""Converts an image from a file or a Python object to 8-bit sRGB in its upright orientation.
 
 The command line and the Python classes get the same pixels from the same file. This module does not
 import torch, and imports Pillow and numpy on use, so that a wrong path is refused quickly.
@@ -6,21 +6,19 @@ import torch, and imports Pillow and numpy on use, so that a wrong path is refus
 
 from __future__ import annotations
 
+import io
 import os
-import re
-import stat
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from wan.media.colors import convert_to_srgb
-from wan.media.png_chunks import open_without_large_text
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, escape_controls
 from wan.settings.values import expand_home, format_value
+from wan.utils.files import check_input_file
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
@@ -35,6 +33,10 @@ FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
 JPEG includes MPO, a format of phones with further images after the first one.
 """
 _ACCEPTED = "PNG, JPEG, WebP, AVIF, BMP, TIFF or GIF"
+_MAX_TEXT_BYTES, _MAX_ALL_TEXT_BYTES = 16 << 20, 256 << 20  # of a PNG's texts and color profile
+_SRGB_GAMMA = 1 / 2.2  # of PNG's gAMA
+_COLOR_MODES = ("RGB", "RGBA", "L", "LA", "P", "PA")
+_MAX_GAMMA_ERROR = 0.05  # relative; 0.45455 and 0.45 are sRGB's
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SUBFILE_TYPE = 258, 262, 254  # TIFF tags
 
 
@@ -69,35 +71,34 @@ def read_image(path: Path, setting: str = "image") -> Image.Image:
         InputError: The path is no such file, or the file is damaged.
     """
     image_setting = ImageSetting(setting, str(path))
-    _check_image_file(path, image_setting)
-    from PIL import Image
-
-    Image.init()
-    formats = [name for name in FORMATS if name in Image.OPEN]
+    check_input_file(f"`{setting}`", path, "give an image")
     # Opened as a file object: from a path, Pillow 13 memory-maps a TIFF, and confuses width and
     # height if the orientation rotates it.
-    with (
-        _catch_decoder_errors(image_setting),
-        path.open("rb") as file,
-    ):
-        content, profile = open_without_large_text(file)
-        image = Image.open(content, formats=formats)
-        if profile is not None:
-            image.info["icc_profile"] = profile
+    with _catch_decoder_errors(image_setting), path.open("rb") as file:
+        image = _open_image(file)
         _check_still_image(image, image_setting)
         return _convert_to_rgb(image, image_setting)
 
 
+def _open_image(file: BinaryIO) -> Image.Image:
+    """Opens an image in one of `FORMATS`."""
+    from PIL import Image, PngImagePlugin
+
+    # Programs store the history of an image in it, and profiles may have large tables.
+    PngImagePlugin.MAX_TEXT_CHUNK = _MAX_TEXT_BYTES
+    PngImagePlugin.MAX_TEXT_MEMORY = _MAX_ALL_TEXT_BYTES
+    Image.init()
+    return Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
+
+
 def is_still_image(path: Path) -> bool:
     """Returns whether a file is an image in one of `FORMATS`, intact or not, and no animation."""
-    from PIL import Image
-
     if not path.is_file():
         return False
     try:
         with warnings.catch_warnings(), path.open("rb") as file:
             warnings.simplefilter("ignore")
-            with Image.open(file, formats=[n for n in FORMATS if n in Image.OPEN]) as image:
+            with _open_image(file) as image:
                 return image.format in ("MPO", "TIFF") or getattr(image, "n_frames", 1) == 1
     except Exception:  # its type depends on the damage
         return False
@@ -109,17 +110,6 @@ def convert_to_luma(frames_FHW3: np.ndarray) -> np.ndarray:
     from PIL import Image
 
     return np.stack([np.asarray(Image.fromarray(frame).convert("L")) for frame in frames_FHW3])
-
-
-def is_image_file(path: Path) -> bool:
-    """Whether a file begins like an image of any format that Pillow knows."""
-    from PIL import Image
-
-    try:
-        with warnings.catch_warnings(action="ignore"), path.open("rb") as file, Image.open(file):
-            return True
-    except Exception:  # any error of Pillow's decoders
-        return False
 
 
 def convert_to_image(value: object, setting: str = "image") -> Image.Image:
@@ -143,26 +133,6 @@ def convert_to_image(value: object, setting: str = "image") -> Image.Image:
         if isinstance(value, Image.Image):
             return _convert_to_rgb(value, source)
         return Image.fromarray(_convert_to_uint8_rgb(_convert_to_array(value, source), source))
-
-
-def _check_image_file(path: Path, image_setting: ImageSetting) -> None:
-    try:
-        status = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        if re.match(r"([a-z][a-z0-9+.-]+:/|data:)", str(path), re.IGNORECASE):
-            source = ImageSetting(image_setting.setting)
-            raise source.input_error("takes a file, not an address", "download it first") from None
-        raise image_setting.input_error("does not exist", "give an image") from None
-    except (OSError, ValueError) as error:  # ValueError: a null character
-        # The name may be too long to print.
-        short_setting = ImageSetting(image_setting.setting, format_value(path, str))
-        raise short_setting.input_error(
-            f"cannot be used ({_describe_decoder_error(error)})", "give another one"
-        ) from None
-    if not stat.S_ISREG(status.st_mode):
-        raise image_setting.input_error("is not a file", "give an image")
-    if status.st_size == 0:
-        raise image_setting.input_error("is empty (0 bytes)", "give an image")
 
 
 @contextmanager
@@ -220,7 +190,7 @@ def _convert_to_rgb(image: Image.Image, image_setting: ImageSetting) -> Image.Im
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         upright = _scale_to_eight_bits(upright, image, image_setting)
     name = image_setting.path or "The image"
-    return _composite_over_white(convert_to_srgb(upright, name), image_setting).convert("RGB")
+    return _composite_over_white(_convert_to_srgb(upright, name), image_setting).convert("RGB")
 
 
 def _decode_pixels(image: Image.Image) -> None:
@@ -251,6 +221,72 @@ def _composite_over_white(image: Image.Image, image_setting: ImageSetting) -> Im
     name = image_setting.path or "The image"
     logger.warning("%s is transparent in places; they become white.", name)
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), rgba)
+
+
+def _convert_to_srgb(image: Image.Image, name: str) -> Image.Image:
+    """Returns an image in sRGB; logs one line if its colors change, or cannot be converted.
+
+    Phones store Display P3, cameras Adobe RGB, and renderers linear light. A profile of sRGB itself
+    changes nothing.
+
+    Args:
+        name: For the log.
+    """
+    profile, gamma = image.info.get("icc_profile"), image.info.get("gamma")
+    if profile and image.mode in (*_COLOR_MODES, "CMYK"):
+        return _apply_profile(image, profile, name)
+    if profile or "srgb" in image.info or not isinstance(gamma, float):
+        return image
+    is_srgb = abs(gamma / _SRGB_GAMMA - 1) <= _MAX_GAMMA_ERROR
+    if is_srgb or not 0.01 < gamma < 100 or image.mode not in _COLOR_MODES:
+        return image
+    logger.info("%s has a gamma of %.3g and is converted to sRGB.", name, gamma)
+    colors, alpha = _split_alpha(image)
+    table = [round(255 * _encode_srgb((value / 255) ** (1 / gamma))) for value in range(256)]
+    return _join_alpha(colors.point(table * len(colors.getbands())), alpha)
+
+
+def _apply_profile(image: Image.Image, profile: bytes, name: str) -> Image.Image:
+    try:
+        from PIL import ImageCms
+    except ImportError:
+        logger.info("%s has a color profile, which this Pillow cannot apply.", name)
+        return image
+    colors, alpha = _split_alpha(image)
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        description = " ".join(ImageCms.getProfileDescription(source).split())
+        if "sRGB" in description:
+            return image
+        target = ImageCms.createProfile("sRGB")
+        intent = ImageCms.Intent.RELATIVE_COLORIMETRIC
+        converted = ImageCms.profileToProfile(colors, source, target, intent, outputMode="RGB")
+    except (ImageCms.PyCMSError, OSError, ValueError) as error:
+        reason = escape_controls(str(error))
+        logger.info("%s has a color profile that cannot be applied (%s).", name, reason)
+        return image
+    logger.info("%s is converted from its color profile (%s) to sRGB.", name, description)
+    return image if converted is None else _join_alpha(converted, alpha)
+
+
+def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
+    """Returns the colors, without a palette, and the alpha channel."""
+    if not image.has_transparency_data:
+        return image.convert("RGB") if image.mode in ("P", "PA") else image, None
+    rgba = image.convert("RGBA")
+    return rgba.convert("RGB" if image.mode in ("P", "PA", "RGB", "RGBA") else "L"), (
+        rgba.getchannel("A")
+    )
+
+
+def _join_alpha(colors: Image.Image, alpha: Image.Image | None) -> Image.Image:
+    if alpha is not None:
+        colors.putalpha(alpha)
+    return colors
+
+
+def _encode_srgb(linear: float) -> float:
+    return 12.92 * linear if linear <= 0.0031308 else 1.055 * linear ** (1 / 2.4) - 0.055
 
 
 def _scale_to_eight_bits(

@@ -10,27 +10,27 @@ This module does not import torch, so that bad files are refused before torch is
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from wan.media.ffmpeg import (
     build_clock_args,
     build_input_args,
     build_passthrough_args,
-    check_media_file,
     describe_failure,
     has_filters,
     start_ffmpeg,
     stop_ffmpeg,
 )
-from wan.media.images import is_image_file
+from wan.media.images import is_still_image
 from wan.settings.errors import FileChangedError, InputError
+from wan.utils.files import check_input_file
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def read_video(path: Path, setting: str, fps: float | None = None) -> VideoFile:
     Raises:
         InputError: The file is no video.
     """
-    check_media_file(setting, path, "give a video, such as an mp4")
+    check_input_file(setting, path, "give a video, such as an mp4")
     try:
         probe = _probe_video(path)
     except OSError as error:
@@ -188,7 +188,7 @@ def read_video(path: Path, setting: str, fps: float | None = None) -> VideoFile:
         raise InputError(setting, path, why, "give a video with pictures, such as an mp4")
     if not probe.times:
         failure = f"cannot be read as a video ({probe.failure})"
-        why = "is a still image, not a video" if is_image_file(path) else failure
+        why = "is a still image, not a video" if is_still_image(path) else failure
         raise InputError(setting, path, why, "give an mp4, or another video")
     times = _complete_times(probe)
     rate = _measure_rate(times)
@@ -373,10 +373,8 @@ def _build_tone_map_filters(colors: dict[str, str]) -> str:
     )
 
 
-class FrameReader(Protocol):
-    """Reads the frames of a video at the given indices, uint8 [F,H,W,3]."""
-
-    def __call__(self, indices: Sequence[int]) -> np.ndarray: ...
+FrameReader = Callable[[Sequence[int]], "np.ndarray"]
+"""Reads the frames of a video at the given indices, uint8 [F,H,W,3]."""
 
 
 def read_frames_at(video: VideoFile, indices: Sequence[int]) -> np.ndarray:

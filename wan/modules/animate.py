@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from wan.modules.frame_attention import (
 )
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import (
-    AfterBlock,
+    BlockInputs,
     StreamConditioning,
     WanModel,
     embed_patches,
@@ -106,7 +107,7 @@ class WanAnimateModel(WanModel):
             FaceAttention(dim, self.num_heads, components)
             for _ in range(self.num_layers // FACE_BLOCK_INTERVAL)
         )
-        self._face_cache = InputCache[_FaceFeatures](2) if components.text_kv_cache else None
+        self._face_cache = InputCache[_FaceFeatures](components.text_kv_cache)
 
     def forward(  # type: ignore[override]
         self,
@@ -171,21 +172,19 @@ class WanAnimateModel(WanModel):
         pose_embedding = F.pad(pose_embedding, (0, 0, num_local - pose_embedding.shape[1], 0))
         frames, tokens_per_frame = find_local_frames(offset, num_local, frame_size)
 
-        def make_hook(layer: int) -> AfterBlock:
-            return lambda x_BLC, _: self._attend_to_face(
-                x_BLC, layer, face_features, frames, tokens_per_frame
-            )
-
-        hooks = {i: make_hook(i) for i in range(0, self.num_layers, FACE_BLOCK_INTERVAL)}
+        attend = partial(self._attend_to_face, face_features, frames, tokens_per_frame)
+        layers = range(0, self.num_layers, FACE_BLOCK_INTERVAL)
+        hooks = {layer: partial(attend, layer) for layer in layers}
         return replace(stream, video_embedding=pose_embedding, after_block=hooks)
 
     def _attend_to_face(
         self,
-        x_BLC: Tensor,
-        layer: int,
         face_features: _FaceFeatures,
         frames: range,
         tokens_per_frame: Sequence[int],
+        layer: int,
+        x_BLC: Tensor,
+        _: BlockInputs,
     ) -> Tensor:
         """Adds the face attention of a layer to the video tokens; padding is not changed."""
         adapter: Any
@@ -196,7 +195,7 @@ class WanAnimateModel(WanModel):
             y_BNC, kv = adapter(
                 x_BNC, face_features.tokens[frames.start : frames.stop], cached_kv, tokens_per_frame
             )
-        if face_features.is_cacheable:
+        if self._face_cache.is_active:
             face_features.kv_cache[layer, frames] = kv
         return add_to_video_tokens(x_BLC, y_BNC)
 
@@ -206,17 +205,13 @@ class WanAnimateModel(WanModel):
         all_faces: the faces of all samples, which are the cache key.
         """
 
-        def encode() -> Tensor:
+        def encode() -> _FaceFeatures:
             is_constant = faces.stride(2) == 0  # one image repeated, as in the uncond branch
             distinct_faces = faces[:, :, :1] if is_constant else faces
             motion_PC = self.motion_encoder(distinct_faces[0].transpose(0, 1))
-            return self.face_encoder(motion_PC.expand(faces.shape[2], -1))
+            return _FaceFeatures(self.face_encoder(motion_PC.expand(faces.shape[2], -1)))
 
-        if self._face_cache is None or torch.is_grad_enabled():
-            return _FaceFeatures(False, encode())
-        return self._face_cache.get_or_compute(
-            [all_faces, sample], lambda: _FaceFeatures(True, encode())
-        )
+        return self._face_cache.get_or_compute([all_faces, sample], encode)
 
     def _check_conditions(self, x: Tensor, pose: Tensor, faces: Tensor) -> None:
         """Raises ValueError if poses or faces do not fit the latents."""
@@ -228,24 +223,16 @@ class WanAnimateModel(WanModel):
         }
         check_shapes(x, shapes)
 
-    def clear_caches(self) -> None:
-        """Frees the caches of the text and of the faces."""
-        super().clear_caches()
-        if self._face_cache is not None:
-            self._face_cache.clear()
-
 
 @dataclass
 class _FaceFeatures:
     """Face tokens of a clip and the cached keys and values of the face attention.
 
     Attributes:
-        is_cacheable: Store keys and values in `kv_cache`.
         tokens: [T,A,C]; those of the reference image are zeros.
         kv_cache: (layer, this rank's frames) -> keys and values of these frames.
     """
 
-    is_cacheable: bool
     tokens: Tensor
     kv_cache: dict[tuple[int, range], tuple[Tensor, Tensor]] = field(default_factory=dict)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +28,8 @@ WriteTokens = Callable[[Tensor, int], None]
 """write(x_BLND, first_token): stores tokens from first_token on; any floating dtype."""
 
 
-class OpRunner(Protocol):
-    """Runs an operation of `BlockOps`, either eagerly or as a compiled function."""
-
-    def __call__(self, op: Callable[..., Tensor], x: Tensor, /, *args: object) -> Tensor: ...
+OpRunner = Callable[..., Tensor]
+"""run_op(op, x, *args): runs an operation of `BlockOps`, eagerly or as a compiled function."""
 
 
 def run_eager(op: Callable[..., Tensor], x: Tensor, /, *args: object) -> Tensor:

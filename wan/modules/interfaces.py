@@ -32,15 +32,12 @@ class AttentionCall(Protocol):
 
         Otherwise q, k and v are written as one tensor each, which is kept until it is used.
         """
-        ...
 
     def write(self, index: int, x_BLND: Tensor, first_token: int = 0) -> None:
         """Writes tokens first_token, first_token + 1, ... of q (index 0), k (1) or v (2)."""
-        ...
 
     def finish(self) -> Tensor:
         """Computes attention [B,L,N,D] after q, k and v have been written; call it once."""
-        ...
 
 
 class SelfAttention(Protocol):
@@ -59,7 +56,6 @@ class SelfAttention(Protocol):
 
         reference: Further keys, of Animate-2.
         """
-        ...
 
 
 class TensorCall:
@@ -93,34 +89,27 @@ class SequenceShard(Protocol):
 
     def permute(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         """Permutes the global sequence from raster order into the order of the shards."""
-        ...
 
     def shard(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         """Permutes and pads the global sequence in raster order, and returns this rank's tokens."""
-        ...
 
     def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
         """Gathers the shards of all ranks into the global sequence in raster order."""
-        ...
 
     def get_local_segment_lengths(self, segment_lengths: Sequence[int]) -> tuple[int, ...]:
         """Returns the length of each segment's part on this rank.
 
         segment_lengths: Lengths of the consecutive segments of the global sequence.
         """
-        ...
 
     def count_valid_tokens(self, num_tokens: int) -> int:
         """Number of tokens on this rank that are not padding, in a sequence of `num_tokens`."""
-        ...
 
     def get_local_offset(self, num_tokens: int) -> int:
         """Global index of this rank's first token in a sequence of `num_tokens`."""
-        ...
 
     def get_padded_length(self, num_tokens: int) -> int:
         """Number of tokens on all ranks, with the padding of a sequence of `num_tokens`."""
-        ...
 
 
 class SingleDeviceAttention:
@@ -189,11 +178,9 @@ class UnshardedSequence:
         return num_tokens
 
 
-RunBlocks = Callable[[Tensor, int, int | None], Tensor]
-"""run_blocks(x_BLC, start, stop): runs blocks start to stop - 1 (None: to the last one) and
-returns x, updated in place."""
 IterateBlocks = Callable[[Tensor, int, int | None], BlockIterator[Tensor]]
-"""The same in lockstep with other samples."""
+"""iterate_blocks(x_BLC, start, stop): runs blocks start to stop - 1 (None: to the last one) and
+returns x, updated in place."""
 
 
 class SkipBlocks(Protocol):
@@ -201,16 +188,6 @@ class SkipBlocks(Protocol):
 
     See `wan.cache.residual`.
     """
-
-    def __call__(
-        self,
-        x_BLC: Tensor,
-        blocks: RunBlocks,
-        step: StepInfo | None,
-        num_valid: int,
-        dtype: torch.dtype,
-        /,
-    ) -> Tensor: ...
 
     def iterate(
         self,

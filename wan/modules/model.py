@@ -158,7 +158,7 @@ class WanModel(nn.Module):
         self.num_heads, self.num_layers = num_heads, num_layers
         components = ModelComponents() if components is None else components
         self.sequence_shard = components.sequence_shard
-        self.context_cache = InputCache[EmbeddedContext]() if components.text_kv_cache else None
+        self.context_cache = InputCache[EmbeddedContext](components.text_kv_cache)
         self.step_cache = components.step_cache
         self.hold_weights: HoldWeights | None = None
         self.rope = RopeCache(dim // num_heads)
@@ -172,7 +172,7 @@ class WanModel(nn.Module):
         )
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, dim * 6))
         norms, has_image = (qk_norm, cross_attn_norm, eps), image_dim > 0
-        sizes = BlockSizes(dim, ffn_dim, num_heads, *norms, has_image, text_len)
+        self.block_sizes = sizes = BlockSizes(dim, ffn_dim, num_heads, *norms, has_image, text_len)
         self.blocks = nn.ModuleList(
             WanAttentionBlock(sizes, layer, components) for layer in range(num_layers)
         )
@@ -411,22 +411,20 @@ class WanModel(nn.Module):
         self, context: list[Tensor], clip_fea: Tensor | None, step: StepInfo | None
     ) -> EmbeddedContext:
         """Embeds the image and text tokens of a call, or returns the cached embedding."""
-        cache = None if torch.is_grad_enabled() else self.context_cache
         guidance = step.text_guidance if step else None
         second = [] if guidance is None else [guidance.context] * len(context)
-        cache_key = [*context, len(second), *second, *([] if clip_fea is None else [clip_fea])]
-        state = None if cache is None else cache.get(cache_key)
-        if state is None:
+
+        def embed() -> EmbeddedContext:
             embedding = self._embed_texts(context)
             if self.img_emb is not None and clip_fea is not None:
                 image = self.img_emb(clip_fea).to(embedding).expand(len(context), -1, -1)
                 embedding = torch.cat((image, embedding), dim=1)
             second_text = self._embed_texts(second) if second else None
             kv: list[ContextKV | None] = [None] * self.num_cross_attention_layers
-            state = EmbeddedContext(embedding, kv, second_text)
-            if cache is not None:
-                cache.add(cache_key, state)
-        return state
+            return EmbeddedContext(embedding, kv, second_text)
+
+        cache_key = [*context, len(second), *second, *([] if clip_fea is None else [clip_fea])]
+        return self.context_cache.get_or_compute(cache_key, embed)
 
     def _embed_texts(self, texts: list[Tensor]) -> Tensor:
         padded = torch.stack([F.pad(text, (0, 0, 0, self.text_len - len(text))) for text in texts])
@@ -442,7 +440,7 @@ class WanModel(nn.Module):
         self, embedded_context: EmbeddedContext, layer: int, kv: ContextKV
     ) -> None:
         """Stores a layer's keys and values of the context, if `text_kv_cache` is on."""
-        if self.context_cache is not None and not torch.is_grad_enabled():
+        if self.context_cache.is_active:
             embedded_context.kv[layer] = kv
 
     def _check_inputs(
@@ -494,9 +492,10 @@ class WanModel(nn.Module):
             raise ValueError("This model takes no clip_fea; only image models of Wan2.1 do.")
 
     def clear_caches(self) -> None:
-        """Frees the cached embeddings, keys and values."""
-        if self.context_cache is not None:
-            self.context_cache.clear()
+        """Frees what is cached for the inputs of a video: embeddings, keys and values."""
+        for value in vars(self).values():
+            if isinstance(value, InputCache):
+                value.clear()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WanModel:
         """Moves or casts the model; clears the caches, which would be stale."""

@@ -36,7 +36,7 @@ from wan.modules.frame_attention import (
 )
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import (
-    AfterBlock,
+    BlockInputs,
     StreamConditioning,
     WanModel,
     embed_patches,
@@ -123,8 +123,8 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         )
         self.ops = components.ops
         is_cached = components.text_kv_cache
-        self._reference_cache = InputCache[StreamConditioning](1) if is_cached else None
-        self._audio_cache = InputCache[_AudioTokens](2) if is_cached else None
+        self._reference_cache = InputCache[StreamConditioning](is_cached, capacity=1)
+        self._audio_cache = InputCache[_AudioTokens](is_cached)
 
     def forward(  # type: ignore[override]
         self,
@@ -209,24 +209,21 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             reference.token_offset, reference.num_local_video_tokens, math.prod(grid[1:])
         )
 
-        def make_hook(layer: int) -> AfterBlock:
-            return lambda x_BLC, _: self._attend_to_audio(
-                x_BLC, layer, audio_tokens, frames, tokens_per_frame
-            )
-
+        attend = partial(self._attend_to_audio, audio_tokens, frames, tokens_per_frame)
         return replace(
             reference,
             video_embedding=pose_embedding + self._token_type_embedding("video"),
-            after_block={layer: make_hook(layer) for layer in self.injected},
+            after_block={layer: partial(attend, layer) for layer in self.injected},
         )
 
     def _attend_to_audio(
         self,
-        x_BLC: Tensor,
-        layer: int,
         audio_tokens: _AudioTokens,
         frames: range,
         tokens_per_frame: Sequence[int],
+        layer: int,
+        x_BLC: Tensor,
+        _: BlockInputs,
     ) -> Tensor:
         """Adds the audio attention of a layer to the video tokens; others are not changed."""
         modules: Any = self.adapter_modules(layer)
@@ -251,7 +248,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
                 local_frames,
                 tokens_per_frame,
             )
-        if audio_tokens.is_cacheable:
+        if self._audio_cache.is_active:
             audio_tokens.kv_cache[layer, frames] = modulation, kv
         return add_to_video_tokens(x_BLC, y_BNC)
 
@@ -260,8 +257,6 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
     ) -> StreamConditioning:
         """Returns the reference and motion tokens, computed once per clip if caching is on."""
         compute = partial(self._compute_reference_tokens, ref, motion, grid)
-        if self._reference_cache is None or torch.is_grad_enabled():
-            return compute()
         return self._reference_cache.get_or_compute(
             [ref, motion, grid, self.sequence_shard], compute
         )
@@ -318,10 +313,11 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             cached values, or none, as FSDP gathers the weights of a layer that computes them.
         """
         motion_frames = cache_key[2]
-        encode = partial(self.casual_audio_encoder, audio[0], motion_frames)
-        if self._audio_cache is None or torch.is_grad_enabled():
-            return _AudioTokens(False, *encode())
-        return self._audio_cache.get_or_compute(cache_key, lambda: _AudioTokens(True, *encode()))
+
+        def encode() -> _AudioTokens:
+            return _AudioTokens(*self.casual_audio_encoder(audio[0], motion_frames))
+
+        return self._audio_cache.get_or_compute(cache_key, encode)
 
     def _token_type_embedding(self, token_type: str) -> Tensor:
         """Learned embedding of a token type, float32 [C]."""
@@ -344,27 +340,18 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             shapes["cond_states"] = pose, (self.cond_encoder.in_channels, num_frames, *sides)
         check_shapes(x, shapes)
 
-    def clear_caches(self) -> None:
-        """Frees the caches of the text, the audio, and the reference and motion tokens."""
-        super().clear_caches()
-        for cache in (self._reference_cache, self._audio_cache):
-            if cache is not None:
-                cache.clear()
-
 
 @dataclass
 class _AudioTokens:
     """Audio tokens of a clip and the cached values of the audio attention.
 
     Attributes:
-        is_cacheable: Store values in `kv_cache`.
         audio_emb: Tokens of each latent frame, [T,A,C].
         audio_emb_global: One vector of each latent frame, [T,C].
         kv_cache: (layer, this rank's frames) -> shift and scale of all frames, and keys and values
             of this rank's frames.
     """
 
-    is_cacheable: bool
     audio_emb: Tensor
     audio_emb_global: Tensor
     kv_cache: dict[tuple[int, range], tuple[Tensor, tuple[Tensor, Tensor]]] = field(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from wan.utils.torch_private import count_in_place_writes
@@ -36,38 +37,40 @@ T = TypeVar("T")
 
 
 class InputCache(Generic[T]):
-    """LRU cache of values computed from inputs; the capacity 2 is one per guidance branch.
+    """LRU cache of values computed from inputs; by default one per guidance branch.
 
     Tensors are compared by identity and version counter, so that a lookup costs nothing and a
     tensor changed in place (outside inference mode) is a miss. Other inputs are compared by value.
     Tensors are weakly referenced: the images of a clip have hundreds of megabytes.
+
+    Args:
+        is_enabled: Whether anything is cached.
     """
 
-    def __init__(self, capacity: int = 2) -> None:
-        self.capacity = capacity
+    def __init__(self, is_enabled: bool = True, capacity: int = 2) -> None:
+        self._is_enabled, self._capacity = is_enabled, capacity
         self._entries: list[tuple[list[Any], list[int], T]] = []
 
-    def get(self, inputs: Sequence[object]) -> T | None:
+    @property
+    def is_active(self) -> bool:
+        """Whether values are cached now; with autograd each forward builds a new graph."""
+        return self._is_enabled and not torch.is_grad_enabled()
+
+    def get_or_compute(self, inputs: Sequence[object], compute: Callable[[], T]) -> T:
+        """Returns the cached value of the inputs, or calls compute() and caches its result."""
+        if not self.is_active:
+            return compute()
         versions = _get_tensor_versions(inputs)
         for index, (entry, cached_versions, state) in enumerate(self._entries):
             is_hit = len(entry) == len(inputs) and all(map(_is_same_input, entry, inputs))
             if is_hit and cached_versions == versions:
                 self._entries.append(self._entries.pop(index))  # most recently used
                 return state
-        return None
-
-    def get_or_compute(self, inputs: Sequence[object], compute: Callable[[], T]) -> T:
-        """Returns the cached value of the inputs, or calls compute() and caches its result."""
-        state = self.get(inputs)
-        if state is None:
-            state = compute()
-            self.add(inputs, state)
-        return state
-
-    def add(self, inputs: Sequence[object], state: T) -> None:
+        state = compute()
         keys = [weakref.ref(x) if isinstance(x, Tensor) else x for x in inputs]
-        self._entries.append((keys, _get_tensor_versions(inputs), state))
-        del self._entries[: -self.capacity]
+        self._entries.append((keys, versions, state))
+        del self._entries[: -self._capacity]
+        return state
 
     def clear(self) -> None:
         self._entries.clear()

@@ -12,6 +12,7 @@ Legend: B batch, C channels, F H W latent frames/height/width, L this rank's tok
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from wan.modules.blocks import BlockSizes, WanAttentionBlock
 from wan.modules.frame_attention import add_to_video_tokens, check_shapes
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import (
-    AfterBlock,
     BlockInputs,
     StreamConditioning,
     WanModel,
@@ -68,10 +68,7 @@ class VaceWanModel(WanModel):
                 f"vace_layers is {list(layers)}; it must begin with 0 and stay below the "
                 f"{self.num_layers} layers of the network."
             )
-        patch, names = self.patch_size, ("qk_norm", "cross_attn_norm", "eps")
-        norms = {name: config[name] for name in names if name in config}
-        ffn_dim = self.blocks[0].ffn[0].out_features  # type: ignore[index, union-attr]
-        sizes = BlockSizes(self.dim, ffn_dim, self.num_heads, text_len=self.text_len, **norms)
+        patch, sizes = self.patch_size, self.block_sizes
         self.vace_blocks = nn.ModuleList(
             VaceWanAttentionBlock(sizes, self.num_layers + i, components, i == 0)
             for i in range(len(layers))
@@ -134,29 +131,26 @@ class VaceWanModel(WanModel):
         def save_video_stream(x_BLC: Tensor) -> None:
             streams["x"] = x_BLC.clone()  # block 0 updates it in place
 
-        def make_hook(layer: int) -> AfterBlock:
-            def add_hint(x_BLC: Tensor, block_inputs: BlockInputs) -> Tensor:
-                index, initial_x_BLC = self.injected[layer], streams.pop("x", None)
-                if initial_x_BLC is not None:
-                    local_patches_BLK = self.sequence_shard.shard(
-                        extract_patches(control_BCFHW, self.patch_size), grid
-                    )
-                    streams["c"] = embed_patches(self.vace_patch_embedding, local_patches_BLK)
-                text_layer, block = self.num_layers + index, self.vace_blocks[index]
-                with trace.span("control", layer=text_layer):
-                    cached_kv = block_inputs.context.kv[text_layer]
-                    streams["c"], hint, kv = block(
-                        streams.pop("c"), initial_x_BLC, block_inputs, cached_kv
-                    )
-                self._cache_context_kv(block_inputs.context, text_layer, kv)
-                return add_to_video_tokens(x_BLC, hint, scales[index])
-
-            return add_hint
+        def add_hint(index: int, x_BLC: Tensor, block_inputs: BlockInputs) -> Tensor:
+            initial_x_BLC = streams.pop("x", None)
+            if initial_x_BLC is not None:
+                local_patches_BLK = self.sequence_shard.shard(
+                    extract_patches(control_BCFHW, self.patch_size), grid
+                )
+                streams["c"] = embed_patches(self.vace_patch_embedding, local_patches_BLK)
+            text_layer, block = self.num_layers + index, self.vace_blocks[index]
+            with trace.span("control", layer=text_layer):
+                cached_kv = block_inputs.context.kv[text_layer]
+                streams["c"], hint, kv = block(
+                    streams.pop("c"), initial_x_BLC, block_inputs, cached_kv
+                )
+            self._cache_context_kv(block_inputs.context, text_layer, kv)
+            return add_to_video_tokens(x_BLC, hint, scales[index])
 
         return self._make_stream(
             grid,
             control_BCFHW.device,
-            after_block={layer: make_hook(layer) for layer in self.injected},
+            after_block={layer: partial(add_hint, i) for layer, i in self.injected.items()},
             before_blocks=save_video_stream,
         )
 

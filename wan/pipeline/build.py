@@ -51,7 +51,6 @@ from wan.pipeline.pipeline import (
     LazyModule,
     OffloadManager,
     Pipeline,
-    WorkSharing,
     run_locally,
 )
 from wan.pipeline.setup import UNCONVERTED_DTYPES, Setup
@@ -136,13 +135,8 @@ def build_pipeline(
     )
     step_cache.compute_changes = loader.compute_embedding_changes
     _log_setup(setup, device, selected)
-    work_sharing, parallel = WorkSharing(), setup.parallel
-    if groups is not None:
-        work_sharing = WorkSharing(
-            run_text_encoder=run_locally if parallel.t5_fsdp else groups.broadcast_from_rank0,
-            run_on_rank0=groups.broadcast_from_rank0,
-            run_branches=groups.compute_branches if parallel.cfg_size == 2 else None,
-        )
+    parallel = setup.parallel
+    run_on_rank0 = run_locally if groups is None else groups.broadcast_from_rank0
     stages = StageTimer(device.synchronize)
     loading = stages("loading")
     autoencoder = LazyModule(loading(loader.load_video_vae))
@@ -166,7 +160,9 @@ def build_pipeline(
         kernel_name=selected.describe(),
         can_return_lse=selected.dense_kernel.can_return_lse,
         step_cache=step_cache,
-        work_sharing=work_sharing,
+        run_text_encoder=run_locally if parallel.t5_fsdp else run_on_rank0,
+        run_on_rank0=run_on_rank0,
+        run_branches=None if groups is None or parallel.cfg_size < 2 else groups.compute_branches,
         encode_audio=loader.encode_audio,
         is_main=groups is None or groups.is_main,
         overlap_decoding=execution.overlap_decoding,

@@ -34,7 +34,7 @@ def _generate_missing_clips(
     pipeline: Pipeline, params: VideoParams, inputs: Inputs
 ) -> Iterator[Clip]:
     num_clips, num_steps = params.num_clip or 1, len(make_noise_schedule(params).experts)
-    state, pending_decode = inputs.clip_state, None
+    state, pending = inputs.clip_state, None
     maker: ClipMaker | None = None
     preview = pipeline.make_preview(params, inputs)
     for index in range(inputs.num_clips_done, num_clips):
@@ -48,52 +48,50 @@ def _generate_missing_clips(
             clip_params, denoise_inputs = maker.prepare_clip(index, state)
             if preview is not None:
                 preview.start_clip(index, maker.select_latents)
-            if pending_decode is None:
+            if pending is None:
                 pipeline.release(pipeline.vae)
             loop = DenoisingLoop(clip_params, denoise_inputs, preview=preview, loras=inputs.loras)
             try:
                 latents = pipeline.denoise(loop, bar=bar)
             except BaseException:
-                if pending_decode is not None:  # a retry may need the VAE and its memory
-                    pending_decode.wait()
+                if pending is not None:  # a retry may need the VAE and its memory
+                    pending.wait()
                 raise
         del denoise_inputs, loop
         pipeline.release(pipeline.experts)
-        if pending_decode is not None:
-            yield pending_decode.collect_clip()
-            pending_decode = None
+        if pending is not None:
+            yield pending.collect_clip()
         if not is_last:  # while this clip is decoded
             pipeline.experts.prefetch(make_noise_schedule(params).experts[0])
-        if pipeline.overlap_decoding and not is_last and not maker.state_needs_frames:
-            pending_decode = _BackgroundDecode(pipeline, maker, index, latents)
-            state = pending_decode.state
+        pending = _ClipDecoding(pipeline, maker, index, latents, is_last)
+        state = pending.state
+        if pending.in_background:
             continue
-        clip = _decode_clip(pipeline, maker, index, latents, is_last)
-        state = clip.state
+        clip = pending.collect_clip()
+        pending, state = None, clip.state
         yield clip
         del clip, latents  # free them before the next clip
 
 
-def _decode_clip(
-    pipeline: Pipeline, maker: ClipMaker, index: int, latents: Tensor, is_last: bool
-) -> Clip:
-    frames = pipeline.decode(maker.select_latents(index, latents))
-    frames = None if frames is None else maker.trim_frames(index, frames)
-    has_state = not (is_last and maker.state_needs_frames) or maker.continues_after_last
-    return Clip(latents, frames, maker.make_state(latents, frames) if has_state else None)
+class _ClipDecoding:
+    """Decodes a clip, on the main rank in a thread while all ranks denoise the next clip.
 
+    Attributes:
+        in_background: Decoding has started; otherwise `collect_clip` decodes.
+        state: `Clip.state`; None while it needs the frames.
+    """
 
-class _BackgroundDecode:
-    """Decodes a clip in a thread of the main rank while all ranks denoise the next clip."""
-
-    def __init__(self, pipeline: Pipeline, maker: ClipMaker, index: int, latents: Tensor) -> None:
-        """Starts decoding; makes the clip's state, which needs no frames."""
+    def __init__(
+        self, pipeline: Pipeline, maker: ClipMaker, index: int, latents: Tensor, is_last: bool
+    ) -> None:
         self._pipeline, self._maker, self._index = pipeline, maker, index
-        self._latents, self.state = latents, maker.make_state(latents, None)
+        self._latents, self._is_last = latents, is_last
         # Selected now: the maker changes with the next clip.
         self._selected_latents = maker.select_latents(index, latents)
+        self.state = None if maker.state_needs_frames else maker.make_state(latents, None)
+        self.in_background = pipeline.overlap_decoding and not is_last and self.state is not None
         self._future: Future[Tensor] | None = None
-        if pipeline.is_main:
+        if self.in_background and pipeline.is_main:
             executor = ThreadPoolExecutor(1, "decoding")
             self._future = executor.submit(self._decode)
             executor.shutdown(wait=False)
@@ -110,18 +108,19 @@ class _BackgroundDecode:
             self._future.exception()
 
     def collect_clip(self) -> Clip:
-        """Returns the clip, and decodes it again if the thread failed; all ranks call it."""
-        frames: Tensor | None = None
-        failed = False
+        """Returns the clip, and decodes it unless the thread has done so; all ranks call it."""
+        pipeline, maker, frames = self._pipeline, self._maker, None
         if self._future is not None:
             try:
                 frames = self._future.result()
             except Exception as error:
-                failed = True
                 logger.warning("A clip is decoded again, without overlap (%s).", error)
-        if bool(self._pipeline.work_sharing.run_on_rank0(lambda: torch.tensor([float(failed)]))):
-            frames = self._pipeline.decode(self._selected_latents)
+        is_missing = torch.tensor([float(frames is None)])
+        if self.in_background and not pipeline.run_on_rank0(lambda: is_missing):
+            pipeline.release(pipeline.vae)
         else:
-            self._pipeline.release(self._pipeline.vae)
-        new_frames = None if frames is None else self._maker.trim_frames(self._index, frames)
-        return Clip(self._latents, new_frames, self.state)
+            frames = pipeline.decode(self._selected_latents)
+        frames = None if frames is None else maker.trim_frames(self._index, frames)
+        if maker.state_needs_frames and (maker.continues_after_last or not self._is_last):
+            self.state = maker.make_state(self._latents, frames)
+        return Clip(self._latents, frames, self.state)

@@ -7,7 +7,7 @@ Legend: Z latent channels, f h w latent frames/height/width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -30,22 +30,8 @@ from wan.tasks.base import DenoiseInputs, StepCallback, VideoParams
 from wan.utils import trace
 from wan.utils.log import make_step_bar
 
-
-class Denoiser(Protocol):
-    """The signature of `WanModel.forward`; other networks take further keywords."""
-
-    def __call__(
-        self,
-        x: list[Tensor],
-        t: Tensor,
-        context: list[Tensor],
-        seq_len: int,
-        y: list[Tensor] | None = None,
-        *,
-        clip_fea: Tensor | None = None,
-        step: StepInfo | Sequence[StepInfo] | None = None,
-        **model_kwargs: Any,
-    ) -> list[Tensor]: ...
+Denoiser = Callable[..., list[Tensor]]
+"""A network with the arguments of `WanModel.forward`, and those of its task."""
 
 
 class ExpertSource(Protocol):
@@ -290,35 +276,6 @@ def strip_reference_frames(params: VideoParams, latents_Zfhw: Tensor) -> Tensor:
     return latents_Zfhw[:, params.num_reference_images :].contiguous()
 
 
-def predict_velocity(
-    model: Denoiser, latents: Tensor, t: Tensor, inputs: DenoiseInputs, step: StepInfo, branch: str
-) -> Tensor:
-    """Predicts the velocity of one guidance branch, float32 [Z,f,h,w].
-
-    Args:
-        model: The expert of the step.
-        latents: [Z,f,h,w].
-        t: Timesteps, [1] or one for each token.
-        step: The step of both branches.
-        branch: "cond" or "uncond".
-    """
-    model_kwargs = _make_branch_kwargs(inputs, step, branch)
-    with trace.span("branch", branch=branch):
-        return model([latents], t, seq_len=step.valid_len, **model_kwargs)[0]
-
-
-def predict_both_velocities(
-    model: Denoiser, latents: Tensor, t: Tensor, inputs: DenoiseInputs, step: StepInfo
-) -> tuple[Tensor, Tensor]:
-    """Predicts the velocities of both guidance branches in lockstep; arguments as above."""
-    cond_kwargs, uncond_kwargs = (
-        _make_branch_kwargs(inputs, step, branch) for branch in ("cond", "uncond")
-    )
-    model_kwargs = merge_branch_kwargs(cond_kwargs, uncond_kwargs)
-    cond, uncond = model([latents, latents], t, seq_len=step.valid_len, **model_kwargs)
-    return cond, uncond
-
-
 def merge_branch_kwargs(
     cond_kwargs: Mapping[str, Any], uncond_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -333,26 +290,15 @@ def merge_branch_kwargs(
     return {name: merge(name, value) for name, value in cond_kwargs.items()}
 
 
-def _make_branch_kwargs(inputs: DenoiseInputs, step: StepInfo, branch: str) -> dict[str, Any]:
-    """Makes the keywords of the network for one guidance branch."""
-    model_kwargs: dict[str, Any] = {
-        **inputs.model_kwargs.get(branch, {}),
-        "context": [inputs.context if branch == "cond" else inputs.negative_context],
-        "step": step.for_branch(branch),
-    }
-    if inputs.y is not None:
-        model_kwargs["y"] = [inputs.y]
-    if inputs.clip_fea is not None:
-        model_kwargs["clip_fea"] = inputs.clip_fea
-    return model_kwargs
-
-
 @dataclass(frozen=True)
 class StepPrediction:
     """Predicts the velocities of one step, or takes those of an earlier step.
 
     Attributes:
-        model: As the next four, an argument of `predict_velocity`.
+        model: The expert of the step.
+        latents: [Z,f,h,w].
+        t: Timesteps, [1] or one for each token.
+        step: The step of both branches.
         run_branches: Computes both guidance branches; None: they are computed on this device.
         step_cache: Reuses results of earlier steps.
     """
@@ -367,7 +313,7 @@ class StepPrediction:
 
     def guide(self, scale: float, combine: CombineBranches) -> Tensor:
         """Returns the guided velocity, float32 [Z,f,h,w]; at scale 1 only cond is computed."""
-        compute = self._compute_cond if scale == 1 else self._compute_both
+        compute = self._compute_cond if scale == 1 else self.compute_branches
         velocity_cache = self.step_cache.get_if_skips("network")
         if velocity_cache is None:
             velocities = compute()
@@ -380,20 +326,40 @@ class StepPrediction:
         return combine(cond, uncond, scale)
 
     def _compute_cond(self) -> tuple[Tensor, ...]:
-        return (self._predict_branch("cond"),)
+        return (self.predict_velocity("cond"),)
 
-    def _compute_both(self) -> tuple[Tensor, ...]:
+    def compute_branches(self) -> tuple[Tensor, ...]:
+        """Computes the velocities of cond and uncond."""
         run_branches = self.run_branches or self._run_here
         guidance_cache = self.step_cache.get_if_skips("uncond")
         if guidance_cache is not None:
             run_branches = partial(guidance_cache, self.step.index, run_branches)
-        return run_branches(self._predict_branch)
+        return run_branches(self.predict_velocity)
 
     def _run_here(self, predict_branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-        """Implements `RunBranches` on this device, in lockstep if the network can."""
-        if getattr(self.model, "runs_in_lockstep", lambda _: False)(self.step.valid_len):
-            return predict_both_velocities(self.model, self.latents, self.t, self.inputs, self.step)
-        return run_both_branches(predict_branch)
+        """Computes both guidance branches on this device, in lockstep if the network can."""
+        if not getattr(self.model, "runs_in_lockstep", lambda _: False)(self.step.valid_len):
+            return run_both_branches(predict_branch)
+        model_kwargs = merge_branch_kwargs(*map(self._make_branch_kwargs, ("cond", "uncond")))
+        cond, uncond = self.model([self.latents] * 2, self.t, **model_kwargs)
+        return cond, uncond
 
-    def _predict_branch(self, branch: str) -> Tensor:
-        return predict_velocity(self.model, self.latents, self.t, self.inputs, self.step, branch)
+    def predict_velocity(self, branch: str) -> Tensor:
+        """Predicts the velocity of the guidance branch "cond" or "uncond", float32 [Z,f,h,w]."""
+        with trace.span("branch", branch=branch):
+            return self.model([self.latents], self.t, **self._make_branch_kwargs(branch))[0]
+
+    def _make_branch_kwargs(self, branch: str) -> dict[str, Any]:
+        """Makes the keywords of the network for one guidance branch."""
+        inputs = self.inputs
+        model_kwargs: dict[str, Any] = {
+            **inputs.model_kwargs.get(branch, {}),
+            "context": [inputs.context if branch == "cond" else inputs.negative_context],
+            "seq_len": self.step.valid_len,
+            "step": self.step.for_branch(branch),
+        }
+        if inputs.y is not None:
+            model_kwargs["y"] = [inputs.y]
+        if inputs.clip_fea is not None:
+            model_kwargs["clip_fea"] = inputs.clip_fea
+        return model_kwargs

@@ -185,24 +185,11 @@ def run_locally(make: Callable[[], Tensor]) -> Tensor:
     return make()
 
 
-@dataclass(frozen=True)
-class WorkSharing:
-    """Distributes work outside the DiT over ranks; by default every rank computes everything.
-
-    Attributes:
-        run_text_encoder: Computes text embeddings, on rank 0 or (with FSDP) on all ranks.
-        run_on_rank0: Computes a tensor on rank 0 and broadcasts it.
-        run_branches: Computes the two guidance branches; None: each rank computes both.
-    """
-
-    run_text_encoder: ShareResult = run_locally
-    run_on_rank0: ShareResult = run_locally
-    run_branches: RunBranches | None = None
-
-
 @dataclass
 class Pipeline:
     """The networks of a checkpoint, and the stages that generate a video with them.
+
+    By default every rank computes everything.
 
     Attributes:
         vae_runner: Encodes and decodes with the VAE, on one rank or on all ranks.
@@ -210,6 +197,9 @@ class Pipeline:
         stage_timer: Measures the seconds of each stage.
         kernel_name: The name of the self-attention kernel, for records.
         can_return_lse: The dense kernel can return the log-sum-exp, as ring attention requires.
+        run_text_encoder: Computes text embeddings, on rank 0 or (with FSDP) on all ranks.
+        run_on_rank0: Computes a tensor on rank 0 and broadcasts it; all ranks call it.
+        run_branches: Computes the two guidance branches; None: each rank computes both.
         encode_audio: Returns the features [S,C,T] of an audio file (S2V).
         cached_prompt_embeds: Prompt -> its embeddings, computed ahead.
         cancellation_point: Checked between denoising steps.
@@ -231,7 +221,9 @@ class Pipeline:
     can_return_lse: bool
     step_cache: Cache
     video_loras: VideoLoraLoader
-    work_sharing: WorkSharing = field(default_factory=WorkSharing)
+    run_text_encoder: ShareResult = run_locally
+    run_on_rank0: ShareResult = run_locally
+    run_branches: RunBranches | None = None
     encode_audio: Callable[[Audio], Tensor] | None = None
     cached_prompt_embeds: dict[str, Tensor] = field(default_factory=dict)
     cancellation_point: CancellationPoint = NEVER_CANCELLED
@@ -266,7 +258,7 @@ class Pipeline:
         with self.stage_timer("sound"):
             encode = partial(self.encode_audio, audio)
             return sample_features_per_frame(
-                self.work_sharing.run_on_rank0(encode).to(self.device.torch_device), num_frames
+                self.run_on_rank0(encode).to(self.device.torch_device), num_frames
             )
 
     def prepare_denoising(self, params: VideoParams, inputs: Inputs = NO_INPUTS) -> DenoisingLoop:
@@ -309,11 +301,10 @@ class Pipeline:
         with self.stage_timer("denoising"):
             loop.to(self.device.torch_device)
             self.step_cache.start_video(loop.params)
-            run_branches = self.work_sharing.run_branches
             with self.video_loras.attach(self.experts, loop.loras) as experts:
                 latents = loop.advance(
                     experts,
-                    run_branches,
+                    self.run_branches,
                     self.step_cache,
                     num_experts,
                     self.cancellation_point,
@@ -388,10 +379,6 @@ class Pipeline:
         """The device of the denoising loop."""
         return self.device.torch_device
 
-    def run_on_rank0(self, make: Callable[[], Tensor]) -> Tensor:
-        """Returns the tensor that `make` returns on the main rank; all ranks call it."""
-        return self.work_sharing.run_on_rank0(make)
-
     def release_vae(self) -> None:
         """Frees the memory of the VAE before denoising, as `offload` says."""
         self.release(self.vae)
@@ -410,11 +397,11 @@ class Pipeline:
             assert latents is not None, "the main rank got no latents"
             return latents
 
-        return self.work_sharing.run_on_rank0(get_latents)
+        return self.run_on_rank0(get_latents)
 
     def encode_image(self, images: Sequence[Tensor]) -> Tensor:
         """Computes CLIP features of images, and releases CLIP before the VAE needs its memory."""
-        features = self.work_sharing.run_on_rank0(lambda: self.clip_vision.get()(images))
+        features = self.run_on_rank0(lambda: self.clip_vision.get()(images))
         self.release(self.clip_vision)
         return features
 
@@ -422,7 +409,7 @@ class Pipeline:
         if embeds is None:
             embeds = self.cached_prompt_embeds.get(prompt)
         if embeds is None:
-            embeds = self.work_sharing.run_text_encoder(lambda: self.text_encoder.get()(prompt))
+            embeds = self.run_text_encoder(lambda: self.text_encoder.get()(prompt))
         length, channels = self.text_size
         if embeds.dim() != 2 or embeds.shape[1] != channels or len(embeds) > length:
             why = f"of shape {list(embeds.shape)} do not fit the DiT"

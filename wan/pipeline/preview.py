@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from wan.utils.log import logger
+from wan.utils.log import logger, summarize_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ class Preview:
             self._show(self._decode(latents[:, window])[:, -1])
         except Exception as error:
             self._has_failed = True
-            reason = str(error).partition("\n")[0] or type(error).__name__
+            reason = summarize_error(error)
             logger.error("There are no more previews, and the video goes on (%s).", reason)
 
 

@@ -29,12 +29,12 @@ GUIDERS = {
     "cfg": GuiderRow("classifier-free guidance", "wan.guidance.guider:ClassifierFree"),
     "cfg_zero": GuiderRow(
         "CFG-Zero*, the unconditional branch scaled to the conditional one",
-        "wan.guidance.cfg_zero:CfgZeroStar",
+        "wan.guidance.guider:CfgZeroStar",
         ("zero_init_steps",),
     ),
     "apg": GuiderRow(
         "adaptive projected guidance, against oversaturation",
-        "wan.guidance.apg:AdaptiveProjected",
+        "wan.guidance.guider:AdaptiveProjected",
         ("apg_eta", "apg_momentum", "apg_threshold"),
     ),
 }

@@ -37,13 +37,13 @@ _BELOW_ONE = 0.9990000128746033  # the float32 value of 1 - 1/1000, where traini
 SOLVERS = {
     "unipc": Solver(
         "official, multistep",
-        "wan.pipeline.multistep:UniPC",
+        "wan.pipeline.scheduler:UniPC",
         start_sigma=_BELOW_ONE,
         truncates_timesteps=True,
     ),
     "dpm++": Solver(
         "official, multistep",
-        "wan.pipeline.multistep:DpmSolver",
+        "wan.pipeline.scheduler:DpmSolver",
         truncates_timesteps=True,
     ),
     "euler": Solver("first order", "wan.pipeline.scheduler:Euler", takes_any_timesteps=True),
@@ -67,24 +67,24 @@ SOLVERS = {
     ),
     "euler_ancestral": Solver(
         "stochastic, first order",
-        "wan.pipeline.ancestral:AncestralEuler",
+        "wan.pipeline.scheduler:AncestralEuler",
         adds_noise=True,
         takes_any_timesteps=True,
     ),
     "dpm++_sde": Solver(
         "stochastic, multistep",
-        "wan.pipeline.multistep:SdeDpmSolver",
+        "wan.pipeline.scheduler:SdeDpmSolver",
         adds_noise=True,
         start_sigma=_BELOW_ONE,
     ),
     "res_multistep": Solver(
         "second order, multistep",
-        "wan.pipeline.exponential:ExponentialMultistep",
+        "wan.pipeline.scheduler:ExponentialMultistep",
         takes_any_timesteps=True,
     ),
     "res_2s": Solver(
         "second order, two forward passes a step",
-        "wan.pipeline.exponential:ExponentialMidpoint",
+        "wan.pipeline.scheduler:ExponentialMidpoint",
         forwards_per_step=2,
         takes_any_timesteps=True,
     ),

@@ -68,7 +68,7 @@ _ROWS = (
     PolicyRow(
         "first_block",
         "all blocks but the first, while the first one's residual changes little",
-        factory="wan.cache.first_block:FirstBlock",
+        factory="wan.cache.residual:FirstBlock",
         parameters=_RESIDUAL,
         default_threshold=0.08,  # ParaAttention's examples use 0.06 to 0.12, cache-dit 0.08
     ),
@@ -96,7 +96,7 @@ _ROWS = (
     PolicyRow(
         "steps:LIST",
         "all blocks but the first, in the steps that are not listed",
-        factory="wan.cache.first_block:ListedSteps",
+        factory="wan.cache.residual:ListedSteps",
         parameters=("step_cache_order",),
         read_argument=parse_step_list,
     ),

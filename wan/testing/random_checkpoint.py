@@ -27,7 +27,7 @@ from torch import Tensor
 from wan.checkpoint import keymaps
 from wan.checkpoint.layout import WAV2VEC2_FOLDER, make_reference_checkpoint
 from wan.checkpoint.load import build_on_meta_device
-from wan.modules.umt5 import Umt5Encoder
+from wan.modules.t5 import Umt5Encoder
 from wan.modules.vae.network import Autoencoder
 from wan.modules.vae.video_vae import LATENT_STATISTICS
 from wan.settings.errors import InputError

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from wan.settings.errors import InputError, WriteError
+from wan.settings.values import format_value
 
 _MAX_JSON = 512 << 20  # bytes; traces of many steps can exceed 100 MB
 _HEAD_BYTES = 4096  # bytes in which a text or picture has its marker
@@ -325,6 +326,30 @@ def write_folder(path: Path) -> Iterator[Path]:
     except BaseException:  # also Ctrl-C
         shutil.rmtree(temporary)
         raise
+
+
+def check_input_file(setting: str, path: Path, remedy: str) -> None:
+    """Refuses a path of an input that is no file, is empty or cannot be read.
+
+    Args:
+        setting: Name of the path in the error message.
+        remedy: For the InputError, such as "give an mp4".
+    """
+    try:
+        if not path.exists():
+            if re.match(r"([a-z][a-z0-9+.-]+:/|data:)", str(path), re.IGNORECASE):
+                raise InputError(setting, None, "takes a file, not an address", "download it first")
+            raise InputError(setting, path, "does not exist", remedy)
+        if not path.is_file():
+            raise InputError(setting, path, "is not a file", remedy)
+        if not path.stat().st_size:
+            raise InputError(setting, path, "is empty (0 bytes)", remedy)
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        why = f"cannot be used ({error.strerror or error})"
+        # The name may be too long to print.
+        raise InputError(setting, format_value(path, str), why, remedy) from error
 
 
 def find_link_error(path: Path) -> InputError | None:

@@ -142,6 +142,11 @@ def _logs_progress() -> bool:
     return sys.stderr is None or not sys.stderr.isatty()
 
 
+def summarize_error(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its type, without a full stop."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
 def format_duration(seconds: float) -> str:
     """Formats seconds as "3 h 5 min", "4 min" or "20 s"."""
     minutes, hours = round(seconds / 60), round(seconds / 60) // 60

@@ -59,17 +59,14 @@ class Clock(Protocol):
     @property
     def name(self) -> str:
         """Name of the clock in reports."""
-        ...
 
     def start(self) -> None:
         """Starts a recorded step; may synchronize the device."""
-        ...
 
     def now(self) -> DeferredTime: ...
 
     def stop(self) -> None:
         """Ends a recorded step; waits until the device has finished it."""
-        ...
 
 
 class HostClock:
