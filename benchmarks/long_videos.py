@@ -133,7 +133,7 @@ def measure_memory(clips: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "v.mp4"
         flags = ["--task", "i2v-A14B", "--image", IMAGE, "--frame_num", FRAMES, "--sample_steps", 4]
-        flags += ["--clips", clips, "--chain", "latent", "--base_seed", 1, "--save_file", out]
+        flags += ["--num_clip", clips, "--chain", "latent", "--base_seed", 1, "--save_file", out]
         command = [sys.executable, ROOT / "generate.py", *flags, "--offload_model", "false"]
         start = time.perf_counter()
         subprocess.run([*map(str, command)], check=True, capture_output=True)

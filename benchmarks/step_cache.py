@@ -48,7 +48,7 @@ STEPS = 1000
 def run_rank(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
     """Measures plain and cached forwards and the decision on one rank."""
     team = make_parallel_groups(select_device("cpu"), (1, 1, ranks))
-    never = StepCache("first_block", step_cache_threshold=0.0)
+    never = StepCache("first_block:threshold=0")
     cache_policy = policy.make_policy(never, PRESETS["t2v-1.3B"])
     assert cache_policy is not None
     cache, tokens = cache_policy.make_cache(all_agree=team.all_agree), prod(grid)

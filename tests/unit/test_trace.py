@@ -510,7 +510,7 @@ def test_damaged_values_are_one_sentence(folder: Path) -> None:
 def test_one_process(tiny: Callable[[str], Path], tmp_path: Path, capfd: Any) -> None:
     """A run that leaves blocks out, printed and traced; the report finds nothing wrong."""
     arguments = ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "32*32", "--frame_num", "1"]
-    arguments += ["--sample_steps", "4", "--step_cache", "steps:0,2", "--step_cache_force"]
+    arguments += ["--sample_steps", "4", "--step_cache", "steps:0,2,force=true"]
     arguments += ["--trace", str(tmp_path / "trace"), "--trace_steps", "0-1"]
     arguments += ["--trace_kernels", "--log_level", "debug", "--save_file", str(tmp_path / "v.mp4")]
     assert generate.main(arguments) == 0

@@ -36,7 +36,7 @@ PARTS = {"high_noise": (0, 1), "low_noise": (2, 3)}  # indices of each expert's 
 
 
 def load_teacher() -> Any:
-    return WanT2V("t2v-A14B", DEMO, precision="fp32", text_kv_cache=False)
+    return WanT2V("t2v-A14B", DEMO, precision="fp32")
 
 
 def make_prompt(index: int) -> str:
@@ -96,7 +96,7 @@ def train_distilled_lora(state: Path, part: str, steps: int, peak: float) -> Non
 def score_distilled(folder: Path, prompts: int) -> None:
     """Prints a table of few steps, distilled or not, the teacher's steps, and step caches."""
     usual: dict[str, Any] = {"shift": 12.0, "guide_scale": GUIDANCE}
-    cached = {"step_cache": "first_block", "step_cache_threshold": 0.2}
+    cached = {"step_cache": "first_block:threshold=0.2"}
     compared: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "40 steps": ({}, {**usual, "sampling_steps": 40}),
         "20 steps": ({}, {**usual, "sampling_steps": 20}),

@@ -29,25 +29,25 @@ TASK = "t2v-A14B"
 GUIDANCE: dict[str, dict[str, Any]] = {
     "cfg": {},
     "no guidance": {"guide_scale": 1.0},
-    "cfg_zero, no zero step": {"guider": "cfg_zero", "zero_init_steps": 0},
-    "cfg_zero, one zero step": {"guider": "cfg_zero", "zero_init_steps": 1},
+    "cfg_zero, no zero step": {"guider": "cfg_zero:zero_init_steps=0"},
+    "cfg_zero, one zero step": {"guider": "cfg_zero:zero_init_steps=1"},
     "apg": {"guider": "apg"},
-    "apg, momentum -0.5": {"guider": "apg", "apg_momentum": -0.5},
+    "apg, momentum -0.5": {"guider": "apg:momentum=-0.5"},
     "slg_blocks 1": {"slg_blocks": (1,)},
     "nag_scale 5": {"nag_scale": 5.0},
 }
 CACHES: dict[str, dict[str, Any]] = {
     "no cache": {},
     "easy": {"step_cache": "easy"},
-    "easy, threshold 0.1": {"step_cache": "easy", "step_cache_threshold": 0.1},
-    "easy, threshold 0.2": {"step_cache": "easy", "step_cache_threshold": 0.2},
-    "first_block": {"step_cache": "first_block", "step_cache_threshold": 0.2},
+    "easy, threshold 0.1": {"step_cache": "easy:threshold=0.1"},
+    "easy, threshold 0.2": {"step_cache": "easy:threshold=0.2"},
+    "first_block": {"step_cache": "first_block:threshold=0.2"},
 }
 WITHOUT_CFG: dict[str, dict[str, Any]] = {
     "no guidance": {},
     "nag_scale 5": {"nag_scale": 5.0},
     "nag_scale 11": {"nag_scale": 11.0},
-    "nag_scale 11, l2": {"nag_scale": 11.0, "nag_norm": "l2"},
+    "nag_scale 11, l2": {"nag_scale": "11:norm=l2"},
     "cfg, scale 3": {"guide_scale": 3.0},
 }
 
@@ -57,8 +57,8 @@ AVOIDING: dict[str, dict[str, Any]] = {
     "no NAG": {},
     "nag_scale 5": {"nag_scale": 5.0},
     "nag_scale 11": {"nag_scale": 11.0},
-    "nag_scale 11, nag_alpha 0.5": {"nag_scale": 11.0, "nag_alpha": 0.5},
-    "nag_scale 11, l2": {"nag_scale": 11.0, "nag_norm": "l2"},
+    "nag_scale 11, nag_alpha 0.5": {"nag_scale": "11:alpha=0.5"},
+    "nag_scale 11, l2": {"nag_scale": "11:norm=l2"},
 }
 
 

@@ -36,7 +36,7 @@ FRAMES, RANK, SEED, DROPPED = 9, 16, 5000, 0.5
 
 
 def load_base_model(**options: Any) -> Any:
-    return WanI2V("i2v-A14B", DEMO, precision="fp32", text_kv_cache=False, **options)
+    return WanI2V("i2v-A14B", DEMO, precision="fp32", **options)
 
 
 @torch.inference_mode()

@@ -80,17 +80,17 @@ def list_variants(steps: int, only_chosen: bool) -> list[Variant]:
     """Lists the variants of a number of steps; the first has no cache. only_chosen: a selection."""
     listed = {stride: ",".join(map(str, range(0, steps, stride))) for stride in (2, 3)}
     interval, start = "attentioncache_interval", {"start_step": steps // 4}
-    threshold = "step_cache_threshold"
     few: list[tuple[str, dict[str, Any]]] = [
-        ("first_block", {threshold: 0.2}),
-        ("mag", {threshold: 0.04}),
+        ("first_block:threshold=0.2", {}),
+        ("mag:threshold=0.04", {}),
         (f"steps:{listed[2]}", {}),
         ("attention", {interval: 4, **start}),
         ("cfg", {}),
     ]
-    more = [("first_block", {threshold: value}) for value in (0.05, 0.1, 0.3, 0.5)]
-    more += [("first_block", {threshold: 0.2, "step_cache_order": 1})]
-    more += [("mag", {threshold: value}) for value in (0.02, 0.08, 0.15)]
+    more: list[tuple[str, dict[str, Any]]] = []
+    more += [(f"first_block:threshold={value}", {}) for value in (0.05, 0.1, 0.3, 0.5)]
+    more += [("first_block:threshold=0.2,order=1", {})]
+    more += [(f"mag:threshold={value}", {}) for value in (0.02, 0.08, 0.15)]
     more += [(f"steps:{listed[3]}", {}), ("attention", {interval: 2, **start})]
     fewer = [steps // 2] if only_chosen else [count for count in FEWER if count < steps]
     return [

@@ -179,7 +179,7 @@ def encode_control_clips(state: Path, count: int) -> None:
 
 
 def _load_t2v_model() -> Any:
-    return WanT2V("t2v-A14B", DEMO, precision="fp32", text_kv_cache=False)
+    return WanT2V("t2v-A14B", DEMO, precision="fp32")
 
 
 def make_vace_model(part: str) -> VaceWanModel:

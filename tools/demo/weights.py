@@ -56,7 +56,7 @@ def list_checkpoints(out: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
         yield kind, folder if folder.is_dir() else make_gguf_folders(DEMO, kind, out / kind)[0], {}
     folder = out / "fp8"
     yield "FP8", folder if folder.is_dir() else write_fp8_copy(DEMO, folder), {}
-    yield "FP8, `--fp8_weights multiply`", folder, {"fp8_weights": "multiply"}
+    yield "FP8, `--stored_weights multiply`", folder, {"stored_weights": "multiply"}
     q8_0 = out / "Q8_0" / "gguf" / DEMO.name
     for suffix, source in {"": DEMO, " from Q8_0": q8_0}.items():
         folder = out / f"int8{suffix}"

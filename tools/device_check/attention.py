@@ -87,7 +87,7 @@ class AttentionCall:
         label: Shape and dtype as text.
         qkv: q, k, v [1,S,N,D].
         reference: Sampled rows of the result in float64.
-        kernels: Value of --attention_algo or --attention_backend -> factory of the kernel.
+        kernels: Value of --attention_backend -> factory of the kernel.
     """
 
     bench: Bench
@@ -145,7 +145,7 @@ def _list_kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Ke
         if bench.device.capabilities.has_kernel(row) and all(
             find_spec(module.split(".")[0]) for module in needs
         ):
-            attention = replace(Attention(), **{row.flag: name})  # type: ignore[arg-type]
+            attention = Attention(attention_backend=name)
             kernels[name] = partial(make_kernel, attention)
     return kernels
 

@@ -26,7 +26,7 @@ class ListedSteps(ResidualPolicy):
     num_first_blocks = 1
 
     def check_params(self, params: VideoParams) -> tuple[str, ...]:
-        notices, last = super().check_params(params), max(self.settings.argument)
+        notices, last = super().check_params(params), max(self.parameters["list"])
         if last >= params.num_forwards:
             raise InputError(
                 "`step_cache=steps:`",
@@ -39,5 +39,5 @@ class ListedSteps(ResidualPolicy):
     def select_steps(
         self, params: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists:
-        listed = self.settings.argument
+        listed = self.parameters["list"]
         return dict.fromkeys(BRANCHES, tuple(s in listed for s in range(params.num_forwards)))

@@ -70,7 +70,7 @@ class ResidualCache(Cache):
         super().__init__(policy, sync_branches)
         self._all_agree = all_agree or decide_locally
         self._num_first_blocks = policy.num_first_blocks
-        self._settings, self._decides_per_step = policy.settings, policy.decides_per_step
+        self._parameters, self._decides_per_step = policy.parameters, policy.decides_per_step
         self._entries: dict[tuple[str, int], _CachedResidual] = {}
 
     def cached_bytes(self) -> int:
@@ -138,7 +138,7 @@ class ResidualCache(Cache):
             if is_reused:
                 assert entry.first_change is not None
                 sums = measure_change(first_change, entry.first_change, num_valid)
-                is_reused = self._all_agree(sums, self._settings.threshold)
+                is_reused = self._all_agree(sums, self._parameters["threshold"])
             entry.first_change = entry.first_change if is_reused else first_change
 
         def distance() -> float | None:  # of all ranks: `AllAgree` sums in place
@@ -152,7 +152,7 @@ class ResidualCache(Cache):
             if entry.slope is not None:
                 x_BLC.add_(entry.slope, alpha=step.index - entry.step)
             return x_BLC
-        previous_residual = entry.residual if self._settings.step_cache_order else None
+        previous_residual = entry.residual if self._parameters["order"] else None
         entry.residual = None
         x_before = x_BLC.clone()
         x_BLC = yield from blocks(x_BLC, self._num_first_blocks, None)

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_ETA, _MOMENTUM, _THRESHOLD = 0.0, 0.0, 0.0  # the paper's momentum of -0.5 harms with few steps
-
 
 class AdaptiveProjected(Guider):
     """Leaves out the part of the update along the conditional velocity, which oversaturates.
@@ -22,11 +20,9 @@ class AdaptiveProjected(Guider):
 
     def __init__(self, params: VideoParams) -> None:
         super().__init__(params)
-        values = (params.apg_eta, params.apg_momentum, params.apg_threshold)
-        self._eta, self._momentum, self._threshold = (
-            default if value is None else value
-            for value, default in zip(values, (_ETA, _MOMENTUM, _THRESHOLD), strict=True)
-        )
+        parameters = params.guider_parameters
+        self._eta, self._momentum = parameters["eta"], parameters["momentum"]
+        self._threshold = parameters["threshold"]
         self._update: Tensor | None = None
 
     def to(self, device: torch.device) -> None:

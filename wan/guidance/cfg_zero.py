@@ -18,7 +18,8 @@ class CfgZeroStar(Guider):
 
     @property
     def num_zero_steps(self) -> int:
-        params, num_steps = self.params, self.params.zero_init_steps
+        params = self.params
+        num_steps = params.guider_parameters["zero_init_steps"]
         if num_steps is None:
             num_steps = int(params.sample_steps >= _MIN_STEPS)
         return num_steps * SOLVERS[params.sample_solver].forwards_per_step

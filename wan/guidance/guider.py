@@ -52,11 +52,11 @@ def combine_linearly(cond_Zfhw: Tensor, uncond_Zfhw: Tensor, scale: float) -> Te
 
 def make_guider(params: VideoParams) -> Guider:
     """Makes the guider of a video or clip."""
-    guider: Guider = resolve_name(GUIDERS[params.guider].factory)(params)
+    guider: Guider = resolve_name(GUIDERS[params.guider_name].factory)(params)
     return guider
 
 
 def select_skipped_blocks(params: VideoParams, step: int) -> tuple[int, ...]:
     """Returns the blocks that the unconditional branch skips in a step (skip-layer guidance)."""
     start, stop = (share * params.num_forwards for share in params.slg_range)
-    return params.slg_blocks or () if start <= step < stop else ()
+    return params.skipped_blocks if start <= step < stop else ()

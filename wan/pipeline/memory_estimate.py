@@ -289,8 +289,7 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
     c, f, num_control = config["dim"], config["ffn_dim"], setup.checkpoint.num_control_blocks
     e, has_reference = _ITEMSIZE[execution.get_dit_precision(device)], setup.preset.has_reference_kv
     num_texts = count_branches(params, parallel) + (params.nag_scale is not None)
-    text_bytes = num_texts * execution.text_kv_cache
-    text_bytes *= config["text_len"] * c * e
+    text_bytes = num_texts * config["text_len"] * c * e
     reference_tokens = prod(params.grid) - prod(params.grid[1:]) if has_reference else 0
     reference_bytes = config["num_layers"] * 2 * reference_tokens * c * e // parallel.sequence_size
     tokens = -(-params.max_clip_tokens // parallel.sequence_size)

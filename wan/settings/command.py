@@ -180,14 +180,6 @@ class PlanOptions:
         record=False,
         needs="plan",
     )
-    host_gbs: float | None = command_option(
-        None,
-        real(0, 1e6, exclude_min=True),
-        "bandwidth from host memory to the device in GB/s, for --offload_model block (default: "
-        "bytes without times)",
-        record=False,
-        needs="plan",
-    )
     chip: str | None = command_option(
         None,
         choice(*CHIPS),
