@@ -66,7 +66,7 @@ WITHOUT_TORCH = (
     *(f"wan.app.{name}" for name in ("record", "run", "resolve", "launch", "job")),
     *(f"wan.app.{name}" for name in ("prompt_file", "flag_parser", "programs", "failures")),
     *(f"wan.metering.{name}" for name in ("exchange_order", "recording")),
-    *(f"wan.power.{name}" for name in ("report", "timeline")),
+    "wan.power.report",
     "wan.serve",
 )
 # Library, or private part of one -> the only modules that may import it.

@@ -2,9 +2,9 @@
 
 For each folder of `generate.py --trace DIR` the report compares the order of exchanges and
 attention in every layer of every rank with the plan, and lists the time of each part of a step.
-Several folders, such as one per mode, are compared in a table. The command writes report.json and
-timeline.png into the first folder, or into --out. The exit code is 1 if an order differs from its
-plan.
+Several folders, such as one per mode, are compared in a table. The command writes report.json into
+the first folder, or into --out; ui.perfetto.dev shows the traces over time. The exit code is 1 if
+an order differs from its plan.
 
 Times are milliseconds on the clock of the trace. On an accelerator that is its compute stream, and
 the time of a wait is the time for which it blocks the stream.
@@ -23,7 +23,6 @@ from typing import Any
 
 from wan.app.flag_parser import Parser
 from wan.metering.exchange_order import OrderComparison, Trace, compare_with_plan, read_traces
-from wan.power import timeline
 from wan.settings.attention_modes import count_heads_per_chunk
 from wan.settings.errors import InputError, escape_controls
 from wan.utils.files import check_output, make_json_kind, write_output
@@ -32,7 +31,7 @@ from wan.utils.trace import Event
 PARTS = {  # part of a step -> operations
     "attention": ("attention", "reference attention"),
     "communication": ("pack", "a2a", "a2a wait", "copy", "hop", "hop wait", "gather"),
-    "rotate, quantise": timeline.QUANTIZE_OPERATIONS,
+    "rotate, quantise": ("quantise", "prepare", "mask"),
     "projections": ("project",),
     "cross-attention": ("cross-attention",),
     "feed-forward": ("feed-forward",),
@@ -114,7 +113,7 @@ def analyze_trace(trace: Trace) -> RankReport:
             parts[_PART_OF_OPERATION[event.operation]] += event.duration / _NS_PER_MS
             part_end = event.end
     parts["other"] = max(step - sum(parts.values()), 0.0)
-    layer_spans = timeline.collect_layer_spans(events)
+    layer_spans = _collect_layer_spans(events)
     layer_counts = Counter(
         tuple(_count_layer_events(layer_events).items()) for _, layer_events in layer_spans
     )
@@ -142,6 +141,34 @@ def analyze_trace(trace: Trace) -> RankReport:
     )
 
 
+def _find_async_spans(events: Iterable[Event]) -> list[tuple[int, int]]:
+    """Finds the (begin, end) of asynchronous ring hops and all-to-alls, in nanoseconds.
+
+    They last from the end of their call to the beginning of their wait.
+    """
+    spans: list[tuple[int, int]] = []
+    begin_times: dict[object, int] = {}
+    for event in events:
+        attributes = event.attributes
+        key = tuple(attributes.get(name) for name in ("layer", "chunk", "what"))
+        if event.operation == "hop" or (event.operation == "a2a" and attributes.get("beside")):
+            begin_times[key] = event.end
+        elif event.operation in ("hop wait", "a2a wait") and key in begin_times:
+            spans.append((begin_times.pop(key), event.begin))
+    return spans
+
+
+def _collect_layer_spans(events: Iterable[Event]) -> list[tuple[Event, list[Event]]]:
+    """Pairs each layer's event with the events inside it; events are sorted by begin."""
+    layers: list[tuple[Event, list[Event]]] = []
+    for event in events:
+        if event.operation == "layer":
+            layers.append((event, []))
+        elif layers and "layer" in event.attributes:
+            layers[-1][1].append(event)
+    return layers
+
+
 def _count_layer_events(layer_events: Iterable[Event]) -> dict[str, int]:
     counts = dict.fromkeys(("A2A", "scales", "FA", "hops", "gathers"), 0)
     for event in layer_events:
@@ -166,7 +193,7 @@ def _make_layer_record(event: Event, layer_events: Sequence[Event]) -> dict[str,
 
 def _compute_hidden_time(events: Sequence[Event], calls: Sequence[Event]) -> int:
     """Computes the nanoseconds in which an exchange and attention overlapped."""
-    edges = [(x, c, 0) for a, b in timeline.find_async_spans(events) for x, c in ((a, 1), (b, -1))]
+    edges = [(x, c, 0) for a, b in _find_async_spans(events) for x, c in ((a, 1), (b, -1))]
     edges += [(x, c, 1) for call in calls for x, c in ((call.begin, 1), (call.end, -1))]
     total, num_active, previous_time = 0, [0, 0], 0
     for time, change, lane in sorted(edges):
@@ -201,13 +228,12 @@ def main(argv: Sequence[str]) -> int:
     description = (__doc__ or "").partition("\n\n")[2]
     parser = Parser(prog="python -m wan.power report", description=description)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of --trace")
-    parser.add_argument("--out", type=Path, help="folder for report.json and timeline.png")
+    parser.add_argument("--out", type=Path, help="folder for report.json")
     options = parser.parse_args(argv)
     has_equal_names = len({folder.name for folder in options.folders}) < len(options.folders)
     out_folder = options.out or options.folders[0]
-    outputs = out_folder / "report.json", out_folder / "timeline.png"
-    for path, kind in zip(outputs, (_REPORT_KIND, timeline.PLOT_KIND), strict=True):
-        check_output(path, kind, "--out")
+    output = out_folder / "report.json"
+    check_output(output, _REPORT_KIND, "--out")
     reports = []
     for folder in options.folders:
         traces = read_traces(folder)
@@ -217,14 +243,13 @@ def main(argv: Sequence[str]) -> int:
     if len(reports) > 1:
         print("\n" + _join_lines(_format_run_comparison(reports)))
     try:
-        with write_output(outputs[0], _REPORT_KIND) as temporary:
+        with write_output(output, _REPORT_KIND) as temporary:
             content = [_make_run_record(report) for report in reports]
             temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        timeline.draw_timeline([(report.name, report.traces[0]) for report in reports], outputs[1])
     except OSError as error:
         why = f"cannot be written to ({error.strerror})"
         raise InputError("The folder", out_folder, why, "name another with --out") from error
-    print(f"\nWritten: {outputs[0]}, {outputs[1]}")
+    print(f"\nWritten: {output}")
     return int(any(report.order_summary != "as planned" for report in reports))
 
 
