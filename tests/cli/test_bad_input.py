@@ -118,7 +118,6 @@ SIMPLE = {
     "latents missing": ["--decode_latents", "no.safetensors"],
     "both continuations": ["--from_json", "a", "--decode_latents", "b"],
     "prompt extension method": ["--prompt_extend_method", "gpt"],
-    "prompt extension name": ["--use_prompt_extend", "--prompt_extend_model", "two words"],
     "prompt extension folder": ["--use_prompt_extend", "--prompt_extend_model", "./no-such-model"],
 }
 

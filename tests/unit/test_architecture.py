@@ -77,7 +77,6 @@ ONLY_IN = {
     "wan.testing.random_checkpoint wan.app.prompt_extend",
     "soxr": "wan.media.audio",
     "imageio_ffmpeg": "wan.media.ffmpeg",
-    "dashscope": "wan.app.prompt_extend",
     "torch_npu": "wan.device wan.kernels.npu",
     "mindiesd": "wan.device wan.kernels.npu",
     "xfuser": "wan.kernels.xfuser",

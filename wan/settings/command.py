@@ -199,7 +199,8 @@ class PromptExtension:
     prompt_extend_method: str = command_option(
         "local_qwen",
         choice("local_qwen", "dashscope"),
-        "where the language model runs (default local_qwen); dashscope is Alibaba's web service",
+        "where the language model runs (default local_qwen); dashscope is a web service with "
+        "OpenAI's chat completions, by default Alibaba's",
         needs="use_prompt_extend",
     )
     prompt_extend_model: str | None = command_option(
