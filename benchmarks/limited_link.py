@@ -8,7 +8,7 @@ leave one device of the switch, whose rate the kernel limits (`tc tbf`). Needs L
 and the ring, with fused and with split exchanges, interleaved. It also prints the time predicted
 from two measurements of the same run: attention alone, and the exchanges of a layer alone. (The
 ring's prediction uses bytes / rate.) Rates are multiples of the one at which exchanges take as long
-as attention. Traces of the baseline and of the overlap at that rate go to --out, as timeline.png.
+as attention. Traces of the baseline and of the overlap at that rate go to --out.
 
 "hidden" is the share of the exchanges' time that the layer did not wait for.
 """

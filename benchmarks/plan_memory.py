@@ -158,14 +158,12 @@ def list_cases() -> Iterator[Case]:
 def list_cache_cases() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Lists cases of step caches whose every step computes all blocks."""
     policies = {
-        "first_block": ("first_block", "--step_cache_threshold", "0"),
-        "first_block, order 1": (
-            *("first_block", "--step_cache_threshold", "0", "--step_cache_order", "1"),
-        ),
-        "steps": ("steps:0-1",),
+        "first_block": "first_block:threshold=0,",
+        "first_block, order 1": "first_block:threshold=0,order=1,",
+        "steps": "steps:0-1,",
     }
     for name, policy in policies.items():
-        cache_flags = ("--step_cache", *policy, "--step_cache_force")
+        cache_flags = ("--step_cache", f"{policy}force=true")
         yield f"{name}, one rank", (*cache_flags, *NO_GUIDANCE)
         yield f"{name}, one rank bf16", (*cache_flags, *NO_GUIDANCE, "--precision", "bf16")
         yield (
@@ -174,7 +172,7 @@ def list_cache_cases() -> Iterator[tuple[str, tuple[str, ...]]]:
         )
     yield "steps, 2 x 2 FSDP", (*cache_flags, *make_rank_flags(2, 2), "--dit_fsdp")
     attention_flags = (
-        *("--use_attentioncache", "--start_step", "0", "--end_step", "4", "--step_cache_force"),
+        *("--step_cache", "attention:force=true", "--start_step", "0", "--end_step", "4"),
         *("--attentioncache_interval", "2", "--sample_steps", "5"),  # the solver's history grows
     )
     yield "attention, one rank", (*attention_flags, *NO_GUIDANCE)
@@ -186,7 +184,7 @@ def list_loop_cases() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Lists cases of modes, rings, dtypes, padding, guidance branches and sharded weights."""
     yield "one rank", NO_GUIDANCE
     yield "one rank bf16", (*NO_GUIDANCE, "--precision", "bf16")
-    yield "one rank, two branches, no text cache", ("--text_kv_cache", "false")
+    yield "one rank, two branches", ()
     for name, mode in MODES.items():
         yield f"1 x 2 {name}", (*make_rank_flags(1, 2), *mode, *NO_GUIDANCE)
         yield (

@@ -35,9 +35,8 @@ def list_flags() -> Iterable[Row]:
         yield f"**{title}**", "", "", "", ""
         for name, flag in (item for kind in kinds for item in list_options(kind).items()):
             call = {"load": "constructor", "video": "`generate`", None: ""}[flag.python]
-            names = [f"`--{spelling}`" for spelling in (name, flag.alias) if spelling is not None]
             yield (
-                ", ".join(names),
+                f"`--{name}`",
                 flag.help.replace("|", "\\|").replace("*", "\\*")
                 + "."
                 + "".join(f" Variable `{variable}`." for variable in flag.variables),
@@ -49,13 +48,12 @@ def list_flags() -> Iterable[Row]:
 
 def list_kernels() -> Iterable[Row]:
     """Yields a row for each dense kernel that a flag selects."""
-    yield "Flag", "Value", "Devices", "Computes in", "Log-sum-exp", "Packages"
+    yield "Value", "Devices", "Computes in", "Log-sum-exp", "Packages"
     for row in DENSE_KERNELS.values():
         devices = [d.upper() if d != "cuda" else "GPU" for d in row.factories if d != "npu"]
         devices += row.chips if "npu" in row.factories else ()
         dtypes = ", ".join(row.precisions)
         yield (
-            f"`--{row.flag}`",
             f"`{row.name}`",
             ", ".join(devices),
             f"{dtypes}, quantised" if row.low_precision else dtypes,

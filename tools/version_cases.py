@@ -47,10 +47,9 @@ FP8 = f"{DEMO} {LONG} --fa_quant fp8"  # needs heads of a power of two
 V3_FP8 = f"{DEMO} {V3} --fa_quant fp8"
 BOTH_WAYS = "--ring_type bidirectional"
 CACHED = f"{T2V} --sample_steps 9"
-FIRST_BLOCK = f"{CACHED} --step_cache first_block --step_cache_threshold 0.6"
-MAG = f"{TI2V} --sample_steps 9 --step_cache mag --step_cache_threshold 1 --step_cache_retention 0"
-TEA = f"{TI2V} --sample_steps 9 --step_cache tea --step_cache_coefficients 1,0"
-TEA += " --step_cache_threshold 1"
+FIRST_BLOCK = f"{CACHED} --step_cache first_block:threshold=0.6"
+MAG = f"{TI2V} --sample_steps 9 --step_cache mag:threshold=1,retention=0"
+TEA = f"{TI2V} --sample_steps 9 --step_cache tea:threshold=1,coefficients=1,0"
 ATTENTION = f"{CACHED} --use_attentioncache --start_step 1 --end_step 7 --attentioncache_interval 3"
 LORA = f"{T2V} --lora_dir $made/lora"
 I2V21 = "--task i2v-14B --ckpt_dir $made/wan21-i2v --image $base/examples/star.png"
@@ -227,7 +226,6 @@ CASES = (
     quick("bf16-ti2v-image", f"{TI2V_IMAGE} --precision bf16"),
     quick("converted", f"{T2V} --convert_model_dtype"),
     quick("fp32", f"{TI2V} --precision fp32 --device cpu"),
-    quick("without-text-cache", f"{T2V} --text_kv_cache false"),
     quick("without-offload", f"{T2V} --offload_model false --t5_cpu"),
     quick("compiled", f"{T2V} --compile"),
     # Decoding.
@@ -256,18 +254,18 @@ CASES = (
     quick("int8-fp8", f"{TI2V} --quant_dit_path $made/int8-fp8 --fa_quant fp8"),
     # Step caches.
     quick("cache-first-block", FIRST_BLOCK),
-    quick("cache-first-block-order-1", f"{FIRST_BLOCK} --step_cache_order 1"),
-    quick("cache-first-block-warmup", f"{FIRST_BLOCK} --step_cache_warmup 2"),
+    quick("cache-first-block-order-1", f"{FIRST_BLOCK},order=1"),
+    quick("cache-first-block-warmup", f"{FIRST_BLOCK},warmup=2"),
     quick("cache-first-block-bf16-i2v", f"{I2V} {FIRST_BLOCK[len(T2V) :]} --precision bf16"),
     quick("cache-mag", MAG),
-    quick("cache-mag-a14b", f"{CACHED} --step_cache mag --step_cache_threshold 0.5"),
-    quick("cache-mag-max-skip", f"{MAG} --step_cache_max_skip 1 --step_cache_warmup 0"),
+    quick("cache-mag-a14b", f"{CACHED} --step_cache mag:threshold=0.5"),
+    quick("cache-mag-max-skip", f"{MAG},max_skip=1,warmup=0"),
     quick("cache-tea", TEA),
     quick("cache-tea-own-coefficients", f"{TI2V} --sample_steps 9 --step_cache tea"),
     quick("cache-attention", ATTENTION),
     quick("cache-cfg", f"{CACHED} --sample_steps 12 --step_cache cfg"),
     quick("cache-list", f"{CACHED} --step_cache steps:0,2,5-6"),
-    quick("cache-few-steps", f"{T2V} --step_cache steps:0,2 --step_cache_force"),
+    quick("cache-few-steps", f"{T2V} --step_cache steps:0,2,force=true"),
     quick("2-cache-first-block-overlap", f"{FIRST_BLOCK} --fa_alltoall_overlap", 2),
     quick("2-cache-tea-ring", f"{TEA} --ring_size 2", 2),
     quick("2-cache-attention-fsdp", f"{ATTENTION} --dit_fsdp --comm_type 1", 2),
@@ -288,8 +286,8 @@ CASES = (
     recipe("rcm", f"{T2V} --recipe rcm-4step"),
     quick("rcm-ode", f"{T2V} --sample_solver rcm --sample_steps 3 --ode --sigma_max 120"),
     quick("4-rcm-cfg", f"{T2V} --sample_solver rcm --cfg_size 2 --comm_type 1", 4),
-    quick("fp8-files-keep", "--ckpt_dir $made/fp8-files --fp8_weights keep"),
-    quick("fp8-files-upcast", "--ckpt_dir $made/fp8-files --fp8_weights upcast"),
+    quick("fp8-files-keep", "--ckpt_dir $made/fp8-files --stored_weights keep"),
+    quick("fp8-files-upcast", "--ckpt_dir $made/fp8-files --stored_weights upcast"),
     # Wan2.1 with images, and a last image.
     quick("wan21-i2v", I2V21),
     quick("wan21-i2v-bf16", f"{I2V21} --precision bf16"),
@@ -378,11 +376,11 @@ CASES = (
     # Simulated NPUs.
     npu("npu", A2, "--sample_guide_scale 4"),
     npu("npu-plain-ops", A2, "--fused_ops none"),
-    npu("npu-cache", A2, "--sample_steps 9 --step_cache first_block --step_cache_threshold 0.6"),
+    npu("npu-cache", A2, "--sample_steps 9 --step_cache first_block:threshold=0.6"),
     npu("npu-offload-cpu", A2, "--offload_model cpu"),
     npu("npu-offload-block", A2, "--offload_model block --resident_blocks 1"),
     npu("npu-fused-ops", A2, "--fused_ops rope,rms_norm,layer_norm,scale_shift"),
-    npu("npu-2-laser", A2, "--attention_algo laser --size 1024*512 --frame_num 1", 2),
+    npu("npu-2-laser", A2, "--attention_backend laser --size 1024*512 --frame_num 1", 2),
     npu("npu-2-v2-comm-2", A2, f"{V2} --comm_type 2", 2),
     npu("npu-2-fp8-quant-alltoall-comm-1", A5, "--fa_quant fp8 --quant_alltoall --comm_type 1", 2),
     npu("npu-2-v3-fp8-overlap", A5, f"{V3} --fa_quant fp8 --fa_alltoall_overlap", 2),

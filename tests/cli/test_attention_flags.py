@@ -19,9 +19,9 @@ from wan.settings.attention import Attention
 
 FP8 = ["--fa_quant", "fp8"]
 RAIN = ["--use_rainfusion"]
-LASER = ["--attention_algo", "laser"]
+LASER = ["--attention_backend", "laser"]
 INVALID_FLAGS = {
-    "algorithm": ["--attention_algo", "nonsense"],
+    "algorithm": ["--attention_backend", "nonsense"],
     "dtype": ["--fa_quant", "int8"],
     "sparsity 1": [*RAIN, "--sparsity", "1"],
     "sparsity negative": [*RAIN, "--sparsity", "-0.1"],
@@ -52,7 +52,6 @@ INVALID_FLAGS = {
     "laser on few rows": [*LASER, "--size", "832*480", "--frame_num", "1"],
     "unknown backend": ["--attention_backend", "flash_9"],
     "sparse backend": ["--attention_backend", "aiter_sparge"],
-    "two kernels": ["--attention_backend", "sage", "--attention_algo", "fused"],
     "FP8 twice": ["--attention_backend", "flash_3_fp8", *FP8],
     "backend in FP8": ["--attention_backend", "flash", *FP8],
     "backend in fp32": ["--attention_backend", "cudnn", "--precision", "fp32"],
@@ -72,8 +71,8 @@ INVALID_FLAGS = {
     "clock too low": ["--fa_freq_cap", "50"],
     "clock in GHz": ["--fa_freq_cap", "1.4"],
     "clock above the usual": ["--fa_freq_cap", "1800"],
-    "clock restored to less": ["--fa_freq_cap", "1400", "--fa_freq_restore", "1200"],
-    "restored from nothing": ["--fa_freq_restore", "1650"],
+    "clock restored to less": ["--fa_freq_cap", "1400,1200"],
+    "restored from nothing": ["--fa_freq_cap", "1400,1500,1600"],
     "clock in compiled code": ["--fa_freq_cap", "1400", "--compile"],
     "FP8 in compiled code": [*FP8, "--compile"],
     "sparse in compiled code": [*RAIN, "--compile"],
@@ -136,7 +135,7 @@ def repeat_run(first: Run, tmp_path: Path, *argv: object) -> Run:
 def test_default_attention(tiny: Tiny) -> None:
     run = resolve_run("--ckpt_dir", tiny("t2v-A14B"))
     assert run.setup.attention == Attention() and run.setup.quantized_dit is None
-    assert run.settings["attention_algo"] == "fused"
+    assert run.settings["attention_backend"] == "auto"
     assert run.settings["use_rainfusion"] is False and "sparsity" not in run.settings
     settings = resolve_run("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", 10).settings
     assert settings["use_rainfusion"] is True and settings["mask_refresh_interval"] == 1
@@ -184,8 +183,7 @@ def test_all_attention_flags() -> None:
         sparse_start_step=0,
         mask_refresh_interval=3,
         fused_ops=("rms_norm", "scale_shift"),
-        fa_freq_cap=1400,
-        fa_freq_restore=1650,
+        fa_freq_cap=(1400, 1650),
     )
 
 
@@ -275,7 +273,7 @@ def test_decoding_ignores_attention_settings(tiny: Tiny, tmp_path: Path, monkeyp
     settings: dict[str, object] = {
         "task": "t2v-A14B",
         "ckpt_dir": str(tiny("t2v-A14B")),
-        "attention_algo": "laser",
+        "attention_backend": "laser",
     }
     settings |= {"fa_quant": "fp8", "fused_ops": ["rope"], "quant_dit_path": str(tmp_path / "gone")}
     path = tmp_path / "x.safetensors"
@@ -283,4 +281,4 @@ def test_decoding_ignores_attention_settings(tiny: Tiny, tmp_path: Path, monkeyp
     save_file({"latents": torch.zeros(16, 2, 4, 4)}, path, metadata=metadata)
     run = resolve_run("--decode_latents", path, "--device", "cpu")
     assert run.setup.attention == Attention() and run.setup.quantized_dit is None
-    assert run.settings["attention_algo"] == "laser" and run.settings["fa_quant"] == "fp8"
+    assert run.settings["attention_backend"] == "laser" and run.settings["fa_quant"] == "fp8"

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.test_attention_flags import INVALID_FLAGS, INVALID_PLANS
 from tests.conftest import Refusals, Tiny, slow
-from wan.settings.flags import FLAG_ALIASES
 
 REPO = Path(__file__).parents[2]
 SIMPLE = {
@@ -119,7 +118,6 @@ SIMPLE = {
     "latents missing": ["--decode_latents", "no.safetensors"],
     "both continuations": ["--from_json", "a", "--decode_latents", "b"],
     "prompt extension method": ["--prompt_extend_method", "gpt"],
-    "prompt extension name": ["--use_prompt_extend", "--prompt_extend_model", "two words"],
     "prompt extension folder": ["--use_prompt_extend", "--prompt_extend_model", "./no-such-model"],
 }
 
@@ -363,10 +361,7 @@ RECORDS = {
         for name in ("plan", "chip", "device_memory", "from_json", "decode_latents", "power")
     },
     "the number of ranks": '{"settings": {"ulysses_size": 2}}',
-    **{
-        f"{alias} twice": json.dumps({"settings": {alias: 1, name: 1}})
-        for alias, name in FLAG_ALIASES.items()
-    },
+    "a removed setting": '{"settings": {"clips": 1}}',
     "a setting twice": '{"settings": {"sample_steps": 4, "sample_steps": 4}}',
     "two sections": '{"settings": {"sample_steps": 4}, "settings": {}}',
     "half a letter as a name": '{"settings": {"\\ud800": 1}}',

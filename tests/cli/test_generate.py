@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from tests.frames import read_frames
 from tests.pipelines import resolve_argv
 from tests.tasks.tasks import write_picture
 from tools import compare_latents
-from wan.app import notices, resolve
+from wan.app import notices, prompt_extend, resolve
 from wan.cli import main as generate
 from wan.media import video_writer
 from wan.metering.exchange_order import read_traces
@@ -382,20 +383,9 @@ def test_the_official_folder_is_used(tiny, tmp_path: Path, monkeypatch) -> None:
 def test_an_extended_prompt_is_used_and_recorded(
     plain: Path, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uses a fake dashscope client; the record repeats the run without the service."""
-    package = tmp_path / "site" / "dashscope"
-    (package / "common").mkdir(parents=True)
-    (package / "common" / "__init__.py").touch()
-    (package / "common" / "error.py").write_text("class DashScopeException(Exception): pass\n")
-    (package / "__init__.py").write_text(
-        "from types import SimpleNamespace as N\n"
-        "class Generation:\n"
-        "    @staticmethod\n"
-        "    def call(model, **options):\n"
-        f"        message = N(content={PROMPT!r})\n"
-        "        return N(status_code=200, output=N(choices=[N(message=message)]))\n"
-    )
-    monkeypatch.syspath_prepend(str(package.parent))
+    """The record repeats the run without the service."""
+    reply = json.dumps({"choices": [{"message": {"content": PROMPT}}]}).encode()
+    monkeypatch.setattr(prompt_extend, "urlopen", lambda *_, **__: io.BytesIO(reply))
     monkeypatch.setenv("DASH_API_KEY", "sk-test")
     argv = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_file", tmp_path / "extended.mp4"]
     method = ["--use_prompt_extend", "--prompt_extend_method", "dashscope"]

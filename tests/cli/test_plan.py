@@ -65,7 +65,6 @@ BAD = {
     "no memory": ["--device_memory", "0"],
     "no folder": ["--ckpt_dir", "nowhere"],
     "size": ["--size", "100*100"],
-    "copies of no blocks": ["--host_gbs", "25"],
     "an image": ["--image", "x.png"],
     "FP8 of another chip": ["--chip", "A3", *EIGHT, "--fa_quant", "fp8", "--quant_alltoall"],
 }

@@ -32,28 +32,28 @@ class Run(NamedTuple):
     task: str = "t2v-A14B"
 
 
-FIRST_BLOCK = "--sample_steps 9 --step_cache first_block --step_cache_threshold 0.6"
-CALM = "--step_cache first_block --step_cache_threshold 0.9"  # far from the measured differences
+FIRST_BLOCK = "--sample_steps 9 --step_cache first_block:threshold=0.6"
+CALM = "--step_cache first_block:threshold=0.9"  # far from the measured differences
 STEPS = "--sample_steps 9 --step_cache steps:0,2,5-6"
 REUSED = "--sample_steps 9 --use_attentioncache --start_step 1 --end_step 7"
 REUSED += " --attentioncache_interval 3"
-TEA = "--sample_steps 9 --step_cache tea --step_cache_coefficients 1,0 --step_cache_threshold 1"
-MAG = "--sample_steps 9 --step_cache mag --step_cache_threshold 1 --step_cache_retention 0"
+TEA = "--sample_steps 9 --step_cache tea:coefficients=1,0,threshold=1"
+MAG = "--sample_steps 9 --step_cache mag:threshold=1,retention=0"
 ALL = f"--sample_steps 9 --guider cfg_zero --slg_blocks 1 --nag_scale 5 {CALM}"
 SOLVER = "--sample_solver"
 SQUARE, HALVES = "--ulysses_size 2 --ring_size 2", "--cfg_size 2 --comm_type 1"
 DEFAULT = Run(f"{ALL} {SOLVER} euler_ancestral --sigmas beta", 4, f"{HALVES} --dit_fsdp --t5_fsdp")
 RUNS = {
     "NAG": Run("--nag_scale 11 --sample_steps 4 --recipe lightning-4step", 4, SQUARE),
-    "NAG beside CFG": Run("--nag_scale 5 --nag_norm l2 --sample_steps 4", 2, "--cfg_size 2"),
+    "NAG beside CFG": Run("--nag_scale 5:norm=l2 --sample_steps 4", 2, "--cfg_size 2"),
     "APG": Run("--guider apg --sample_steps 4", 4, f"{HALVES} --dit_fsdp"),
-    "skipped blocks": Run("--slg_blocks 1 --slg_start 0 --sample_steps 4", 2, "--cfg_size 2"),
+    "skipped blocks": Run("--slg_blocks 1:start=0 --sample_steps 4", 2, "--cfg_size 2"),
     "one guided expert": Run(
         "--guider apg --slg_blocks 0 --nag_scale 5 --sample_guide_scale 1,4 --sample_steps 4",
         2,
         "--cfg_size 2",
     ),
-    "easy": Run("--step_cache easy --step_cache_threshold 1 --sample_steps 16", 4, SQUARE),
+    "easy": Run("--step_cache easy:threshold=1 --sample_steps 16", 4, SQUARE),
     "dmd": Run(f"{SOLVER} dmd --timesteps 1000,757,522", 4, HALVES),
     "rcm": Run(f"{SOLVER} rcm --sample_steps 4", 2, "--comm_type 1"),
     "rcm, ode": Run(f"{SOLVER} rcm --sample_steps 3 --ode --boundary_step 1", 2, "--cfg_size 2"),
@@ -65,7 +65,7 @@ RUNS = {
     "dpm++_sde": Run(f"{SOLVER} dpm++_sde --sample_steps 4", 4, HALVES),
     "ring both ways": Run(FIRST_BLOCK, 4, "--ring_size 2 --ring_type bidirectional"),
     "overlap": Run(FIRST_BLOCK, 2, "--fa_alltoall_overlap"),
-    "order 1": Run(f"{FIRST_BLOCK} --step_cache_order 1", 2, "--comm_type 2"),
+    "order 1": Run(f"{FIRST_BLOCK},order=1", 2, "--comm_type 2"),
     "image": Run(FIRST_BLOCK, 2, "--comm_type 1", "i2v-A14B"),
     "offload": Run(FIRST_BLOCK, 2, "--offload_model true --t5_cpu --dit_fsdp"),
     "blocks": Run(FIRST_BLOCK, 2, "--offload_model block --resident_blocks 0"),
@@ -74,13 +74,13 @@ RUNS = {
     "fused": Run(FIRST_BLOCK, 2, "--fused_ops modulated_norm,norm_rope,add_norm,gelu"),
     "int8": Run(f"{FIRST_BLOCK} --quant_dit_path EXPORT", 2, "--comm_type 1"),
     "two passes a step": Run(
-        f"{SOLVER} res_2s --sample_steps 5 --step_cache first_block --step_cache_threshold 0.6",
+        f"{SOLVER} res_2s --sample_steps 5 --step_cache first_block:threshold=0.6",
         2,
         "--comm_type 1",
     ),
     "tea": Run(TEA, 2, "--ring_size 2", "ti2v-5B"),
     "mag": Run(MAG, 4, "--cfg_size 2 --dit_fsdp", "ti2v-5B"),
-    "list": Run(STEPS, 4, "--cfg_size 2 --comm_type 2 --text_kv_cache false"),
+    "list": Run(STEPS, 4, "--cfg_size 2 --comm_type 2"),
     "attention": Run(REUSED, 2, "--dit_fsdp --comm_type 1"),
     "attention, halves": Run(REUSED, 4, "--cfg_size 2", "ti2v-5B"),
     "cfg": Run("--sample_steps 9 --step_cache cfg", 2, "--ring_size 2 --dit_fsdp"),
@@ -94,13 +94,13 @@ RUNS = {
         "--sample_steps 2 LORAS", 4, "--cfg_size 2 --ring_size 2 --offload_model block", "t2v-1.3B"
     ),
     "GGUF": Run(
-        "--sample_steps 2 GGUF --gguf_weights upcast LORAS",
+        "--sample_steps 2 GGUF --stored_weights upcast LORAS",
         2,
         "--dit_fsdp --comm_type 2",
         "t2v-1.3B",
     ),
     "GGUF, kept": Run(
-        "--sample_steps 2 GGUF --gguf_weights keep",
+        "--sample_steps 2 GGUF --stored_weights keep",
         4,
         "--cfg_size 2 --ring_size 2 --offload_model block",
         "t2v-1.3B",

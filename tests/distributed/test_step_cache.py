@@ -46,9 +46,10 @@ class Case:
     threshold: float | None = None
 
     def cache(self, agree: Any = None) -> Any:
-        settings = StepCache(
-            self.name, self.threshold, step_cache_order=self.order, step_cache_force=True
-        )
+        separator = "," if ":" in self.name else ":"
+        order = "" if self.name in ("attention", "cfg", "easy") else f"order={self.order},"
+        threshold = "" if self.threshold is None else f"threshold={self.threshold},"
+        settings = StepCache(f"{self.name}{separator}{threshold}{order}force=true")
         policy = policies.make_policy(settings, PRESETS["t2v-1.3B"])
         assert policy is not None
         return policy.make_cache(all_agree=agree)

@@ -41,7 +41,7 @@ def _rain(kind: str) -> tuple[str, ...]:
 FP8 = ("--fa_quant", "fp8")
 WAYS = {
     "dense": Way("A2", ()),
-    "laser": Way("A2", ("--attention_algo", "laser"), WIDE),
+    "laser": Way("A2", ("--attention_backend", "laser"), WIDE),
     "fp8": Way("A5", FP8),
     "fp8-transport": Way("A5", (*FP8, "--quant_alltoall")),
     "v2": Way("A2", _rain("v2")),

@@ -59,7 +59,7 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("dense", "dense", "A2", Attention()),
-        Kind("laser", "laser", "A2", Attention(attention_algo="laser")),
+        Kind("laser", "laser", "A2", Attention(attention_backend="laser")),
         Kind("fp8", "fp8", "A5", Attention(fa_quant="fp8")),
         Kind("fp8-transport", "fp8", "A5", Attention(fa_quant="fp8", quant_alltoall=True)),
         Kind("v2", "v2", "A2", _rain("v2")),

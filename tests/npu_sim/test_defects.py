@@ -90,7 +90,7 @@ def test_a_sparse_step_of_a_network_is_that_of_mindiesd(name: str, rig: Path) ->
 def record_dense_steps_of_laser() -> set[str]:
     import torch_npu
 
-    rain = Attention(attention_algo="laser", use_rainfusion=True, sparse_start_step=4)
+    rain = Attention(attention_backend="laser", use_rainfusion=True, sparse_start_step=4)
     kind, grid = Kind("v2-before", "laser", "A2", rain), (4, 16, 32)
     kernels = parts_of(kind)
     torch_npu.calls.clear()

@@ -173,9 +173,7 @@ def test_first_block_cache(tiny) -> None:
     model = wan.WanT2V(
         WAN_CONFIGS["t2v-A14B"],
         tiny("t2v-A14B"),
-        step_cache="first_block",
-        step_cache_threshold=0.5,
-        step_cache_warmup=0,
+        step_cache="first_block:threshold=0.5,warmup=0",
     )
     actual = model.generate(
         "",

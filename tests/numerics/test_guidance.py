@@ -36,27 +36,28 @@ REFUSED = {
     "a word": "--guider best",
     "scale 1": "--guider cfg_zero --sample_guide_scale 1",
     "apg at scale 1": "--guider apg --sample_guide_scale 1",
-    "zero steps without": "--zero_init_steps 1",
-    "zero steps of another": "--guider apg --zero_init_steps 1",
-    "only zero steps": "--guider cfg_zero --zero_init_steps 40",
-    "negative zero steps": "--guider cfg_zero --zero_init_steps -1",
-    "eta of another": "--guider cfg_zero --apg_eta 0",
-    "large eta": "--guider apg --apg_eta 2",
-    "momentum 1": "--guider apg --apg_momentum 1",
-    "negative threshold": "--guider apg --apg_threshold -1",
+    "zero steps without": "--guider cfg:zero_init_steps=1",
+    "zero steps of another": "--guider apg:zero_init_steps=1",
+    "a parameter twice": "--guider apg:eta=1,eta=1",
+    "only zero steps": "--guider cfg_zero:zero_init_steps=40",
+    "negative zero steps": "--guider cfg_zero:zero_init_steps=-1",
+    "eta of another": "--guider cfg_zero:eta=0",
+    "large eta": "--guider apg:eta=2",
+    "momentum 1": "--guider apg:momentum=1",
+    "negative threshold": "--guider apg:threshold=-1",
     "no number": "--slg_blocks nine",
     "no block": "--slg_blocks 40",
     "all blocks": "--slg_blocks 0-39",
     "skipped at scale 1": "--slg_blocks 9 --sample_guide_scale 1",
-    "start without blocks": "--slg_start 0.2",
-    "start after stop": "--slg_blocks 9 --slg_start 0.95",
-    "a percentage": "--slg_blocks 9 --slg_stop 90",
+    "start without blocks": "--slg_blocks :start=0.2",
+    "start after stop": "--slg_blocks 9:start=0.95",
+    "a percentage": "--slg_blocks 9:stop=90",
     "skipped with adapters": "--task s2v-14B --slg_blocks 9 --offload_model block",
     "NAG's scale 1": "--nag_scale 1",
-    "tau without scale": "--nag_tau 2",
-    "small tau": "--nag_scale 5 --nag_tau 0.5",
-    "large alpha": "--nag_scale 5 --nag_alpha 1.5",
-    "another norm": "--nag_scale 5 --nag_norm l3",
+    "tau without scale": "--nag_scale :tau=2",
+    "small tau": "--nag_scale 5:tau=0.5",
+    "large alpha": "--nag_scale 5:alpha=1.5",
+    "another norm": "--nag_scale 5:norm=l3",
 }
 
 
@@ -89,7 +90,7 @@ def test_equal_branches_are_not_changed(name: str) -> None:
 
 
 def test_cfg_zero_is_that_of_diffusers() -> None:
-    guider = make_guider(make_params(guider="cfg_zero", zero_init_steps=2))
+    guider = make_guider(make_params(guider="cfg_zero:zero_init_steps=2"))
     oracle = ClassifierFreeZeroStarGuidance(guidance_scale=4.5, zero_init_steps=2)
     assert guider.num_zero_steps == 2
     for step in range(2, 5):
@@ -109,8 +110,8 @@ def test_cfg_zero_is_that_of_diffusers() -> None:
     [(0.0, 0.0, 0.0), (0.0, 0.7, 0.4), (-0.5, 0.7, 0.0), (-0.5, 0.0, 50.0), (0.25, 0.7, 0.4)],
 )
 def test_apg_is_that_of_diffusers(momentum: float, eta: float, threshold: float) -> None:
-    settings = {"apg_momentum": momentum, "apg_eta": eta, "apg_threshold": threshold}
-    guider = make_guider(make_params(guider="apg", **settings))
+    parameters = f"momentum={momentum},eta={eta},threshold={threshold}"
+    guider = make_guider(make_params(guider=f"apg:{parameters}"))
     oracle = AdaptiveProjectedGuidance(
         guidance_scale=4.5,
         adaptive_projected_guidance_momentum=momentum,
@@ -146,9 +147,8 @@ def test_nag_is_its_formula(
     norm: str, scale: float, tau: Any, alpha: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("wan.guidance.nag._NUM_ROWS", 3)  # 5 tokens in two parts
-    combine = NormalizedAttention(
-        make_params(nag_scale=scale, nag_tau=tau, nag_alpha=alpha, nag_norm=norm)
-    )
+    given = "" if tau is None else f"tau={tau},alpha={alpha},"
+    combine = NormalizedAttention(make_params(nag_scale=f"{scale}:{given}norm={norm}"))
     z, n = draw(2, 5, 3, 4)
     n[0] = z[0] + 0.01 * n[0]  # below the limit
     expected = combine_attention(z, n, scale, tau or 2.5, alpha or 0.25, 1 if norm == "l1" else 2)
@@ -158,10 +158,9 @@ def test_nag_is_its_formula(
 def test_nag_without_an_effect_changes_no_bit() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         z, n = (x.to(dtype) for x in draw(1, 7, 3, 4))
-        assert torch.equal(
-            NormalizedAttention(make_params(nag_scale=5, nag_alpha=0))(z, n.clone()), z
-        )
-        assert torch.equal(NormalizedAttention(make_params(nag_scale=11))(z, z.clone()), z)
+        combine = NormalizedAttention(make_params(nag_scale="5:alpha=0"))
+        assert torch.equal(combine(z, n.clone()), z)
+        assert torch.equal(NormalizedAttention(make_params(nag_scale="11"))(z, z.clone()), z)
 
 
 NETWORKS: dict[str, dict[str, Any]] = {"t2v": {}, "images of Wan2.1": {"image_dim": 12}}
@@ -189,7 +188,7 @@ def test_nag_in_every_cross_attention(kind: str, keeps_text: bool) -> None:
     """Hooks compute the same from outside; the image's attention is added without guidance."""
     network = make_network(keeps_text, **NETWORKS[kind])
     [x], [text], [negative] = draw(4, 2, 4, 6, count=1), draw(5, 8, count=1), draw(3, 8, count=1)
-    combine = NormalizedAttention(make_params(nag_scale=7.0))
+    combine = NormalizedAttention(make_params(nag_scale="7"))
     step = replace(STEP, text_guidance=CrossAttentionGuidance(negative, combine))
     kwargs = {"clip_fea": torch.ones(1, 2, 12)} if network.img_emb is not None else {}
     t = torch.tensor([500.0])
@@ -268,7 +267,7 @@ def run_loop(params: VideoParams, cache: Any = None, fixed: int = 0) -> tuple[Te
 
 
 def test_steps_of_velocity_zero_call_no_network() -> None:
-    params = make_params(guider="cfg_zero", zero_init_steps=3, sample_solver="euler")
+    params = make_params(guider="cfg_zero:zero_init_steps=3", sample_solver="euler")
     latents, calls = run_loop(params)
     assert [index for index, *_ in calls] == [i for i in range(3, 20) for _ in range(2)]
     first = draw(*params.latent_shape)[0]
@@ -290,8 +289,7 @@ def test_zero_steps_are_the_first_of_the_whole_schedule(
 ) -> None:
     """Each has two forward passes; a video that starts from another one may have none."""
     params = make_params(
-        guider="cfg_zero",
-        zero_init_steps=3,
+        guider="cfg_zero:zero_init_steps=3",
         sample_steps=9,
         sample_solver="res_2s",
         strength=strength,
@@ -303,22 +301,22 @@ def test_zero_steps_are_the_first_of_the_whole_schedule(
 def test_blocks_are_skipped_in_some_steps_of_one_branch() -> None:
     """Steps count from the first of the schedule, also where a video starts from another one."""
     for strength, skipped in ((0.7, [6, 7, 8, 9]), (None, [5, 6, 7, 8, 9])):
-        params = make_params(slg_blocks=(9,), slg_start=0.25, slg_stop=0.5, strength=strength)
+        params = make_params(slg_blocks="9:start=0.25,stop=0.5", strength=strength)
         _, calls = run_loop(params)
         assert [index for index, _, blocks in calls if blocks] == skipped
     assert {branch for _, branch, blocks in calls if blocks} == {"uncond"}
-    assert select_skipped_blocks(make_params(slg_blocks=(9,)), 2) == (9,)
-    assert not select_skipped_blocks(make_params(slg_blocks=(9,)), 1)
+    assert select_skipped_blocks(make_params(slg_blocks="9"), 2) == (9,)
+    assert not select_skipped_blocks(make_params(slg_blocks="9"), 1)
 
 
 def test_a_cache_reuses_nothing_of_other_blocks_or_of_velocity_zero() -> None:
     policy = make_policy(StepCache("steps:0"), PRESETS["t2v-1.3B"])
     assert policy is not None
-    params = make_params(slg_blocks=(9,), slg_start=0.25, slg_stop=0.5)
+    params = make_params(slg_blocks="9:start=0.25,stop=0.5")
     lists = policy.list_steps(params)
     assert lists is not None
     assert all(np.flatnonzero(lists[branch]).tolist() == [0, 5, 10] for branch in BRANCHES)
-    lists = policy.list_steps(make_params(guider="cfg_zero", zero_init_steps=4))
+    lists = policy.list_steps(make_params(guider="cfg_zero:zero_init_steps=4"))
     assert lists is not None and np.flatnonzero(lists["cond"]).tolist() == [4]
 
 
@@ -347,7 +345,7 @@ def run_easy_cache(params: VideoParams, threshold: float, fixed: int) -> tuple[A
 @pytest.mark.parametrize("fixed", [0, 1])
 @pytest.mark.parametrize(("threshold", "most"), [(0.0, 30), (0.05, 29), (0.2, 20)])
 def test_easy_cache_decides_as_its_rule(threshold: float, most: int, fixed: int) -> None:
-    policy = make_policy(StepCache("easy", step_cache_threshold=threshold), PRESETS["t2v-1.3B"])
+    policy = make_policy(StepCache(f"easy:threshold={threshold}"), PRESETS["t2v-1.3B"])
     assert policy is not None
     cache = policy.make_cache()
     params = make_params(sample_steps=30, sample_solver="euler")
@@ -359,7 +357,7 @@ def test_easy_cache_decides_as_its_rule(threshold: float, most: int, fixed: int)
 
 
 def test_easy_cache_starts_anew_with_another_expert() -> None:
-    policy = make_policy(StepCache("easy", step_cache_threshold=100.0), PRESETS["t2v-A14B"])
+    policy = make_policy(StepCache("easy:threshold=100"), PRESETS["t2v-A14B"])
     assert policy is not None
     cache = policy.make_cache()
     values = {"prompt": "", "size": (48, 32), "frame_num": 5, "base_seed": 1, "boundary_step": 15}

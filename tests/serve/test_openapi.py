@@ -218,7 +218,7 @@ async def test_a_request_that_is_sent_again(tmp_path: Path) -> None:
         "frame_num": "5",
         "guidance_scale": "4",
         "guidance_scale_2": "3",
-        "clips": 2,
+        "num_clip": 2,
         "priority": 3,
         "seed": "12",
         "negative_prompt": "dark",

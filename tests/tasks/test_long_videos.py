@@ -155,8 +155,8 @@ def test_a_prompt_file(start: list[str], kept: Path, tmp_path: Path) -> None:
     """Lines of several clips and of repeated clips; a contradictory line is refused."""
     lines = [
         {"prompt": PROMPTS[:2], "save_file": "long.mp4"},
-        {"prompt": "one", "clips": 2, "save_file": "two.mp4"},
-        {"prompt": ["one", "two"], "clips": 3},
+        {"prompt": "one", "num_clip": 2, "save_file": "two.mp4"},
+        {"prompt": ["one", "two"], "num_clip": 3},
     ]
     (tmp_path / "l.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "out"

@@ -94,9 +94,8 @@ def test_kept_latents_decode_to_the_video(
 
 
 UNCHANGED = {
-    "blocks are moved": (["--offload_model", "block", "--text_kv_cache", "false"], "vace"),
+    "blocks are moved": (["--offload_model", "block"], "vace"),
     "all networks are kept": (["--offload_model", "false"], "i2v"),
-    "the text is projected anew": (["--text_kv_cache", "false"], "first and last"),
 }
 
 
@@ -148,9 +147,9 @@ def test_guidance_of_each_task(task: str, asked: Ask) -> None:
         return task_run.task.generate(model, task_run.inputs, **shared, **settings)
 
     plain, unguided = generate(), generate(guide_scale=1.0)
-    assert torch.equal(generate(nag_scale=11.0, nag_alpha=0.0), plain)
-    nag = {"nag_scale": 11.0, "nag_alpha": 1.0}
-    skipped = {"slg_blocks": (0,), "slg_start": 0.0}
+    assert torch.equal(generate(nag_scale="11:alpha=0"), plain)
+    nag = {"nag_scale": "11:alpha=1"}
+    skipped = {"slg_blocks": "0:start=0"}
     for settings in (nag, skipped, {"guider": "cfg_zero"}, {"guider": "apg"}):
         assert not torch.equal(generate(**settings), plain), settings
     assert not torch.equal(generate(**nag, guide_scale=1.0), unguided)
@@ -173,7 +172,7 @@ def test_diffusers_files_give_the_same_video(
 def test_a_step_cache_begins_anew_with_each_video(task: str, asked: Ask, tmp_path: Path) -> None:
     """And with each clip, whose steps the record lists. Each expert computes its first step."""
     task_run = asked(task)
-    flags = ["--step_cache", "steps:1,3", "--sample_steps", "6", "--step_cache_force"]
+    flags = ["--step_cache", "steps:1,3,force=true", "--sample_steps", "6"]
     task_run.make_frames(tmp_path / "v.mp4", *flags)
     record = json.loads((tmp_path / "v.json").read_text())
     computed, experts = record["step_cache"]["computed"], PRESETS[task_run.task.checkpoint].experts

@@ -89,11 +89,12 @@ def test_a_plan_counts_the_steps(source: Path) -> None:
     assert jobs[0].work / jobs[1].work == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("cache", ["steps:0,1,20-30", "mag", "cfg", "attention", "tea"])
+@pytest.mark.parametrize(
+    "cache", ["steps:0,1,20-30", "mag", "cfg", "attention", "tea:coefficients=1,0,threshold=2"]
+)
 def test_a_step_cache_computes_the_first_step(cache: str, source: Path) -> None:
     """Its other steps are those of the whole schedule, by their indices in it."""
-    more = ["--step_cache_coefficients", "1,0", "--step_cache_threshold", "2"]
-    argv = ["--step_cache", cache, *(more if cache == "tea" else [])]
+    argv = ["--step_cache", cache]
     masks = []
     for start in (["--src_video", source, "--strength", "0.5"], []):
         run = resolve_plan(*start, "--size", "64*48", "--frame_num", "9", *argv)

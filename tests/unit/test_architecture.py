@@ -67,7 +67,7 @@ WITHOUT_TORCH = (
     *(f"wan.app.{name}" for name in ("record", "run", "resolve", "launch", "job")),
     *(f"wan.app.{name}" for name in ("prompt_file", "flag_parser", "programs", "failures")),
     *(f"wan.metering.{name}" for name in ("exchange_order", "recording")),
-    *(f"wan.power.{name}" for name in ("report", "timeline")),
+    "wan.power.report",
     "wan.serve",
 )
 # Library, or private part of one -> the only modules that may import it.
@@ -77,7 +77,6 @@ ONLY_IN = {
     "wan.testing.random_checkpoint wan.app.prompt_extend",
     "soxr": "wan.media.audio",
     "imageio_ffmpeg": "wan.media.ffmpeg",
-    "dashscope": "wan.app.prompt_extend",
     "torch_npu": "wan.device wan.kernels.npu",
     "mindiesd": "wan.device wan.kernels.npu",
     "xfuser": "wan.kernels.xfuser",

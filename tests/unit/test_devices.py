@@ -50,7 +50,7 @@ def refusal(
     return get_refusal(check, (row,), attention, execution, head_dim, weights)
 
 
-PLAIN, LASER = Attention(), Attention(attention_algo="laser")
+PLAIN, LASER = Attention(), Attention(attention_backend="laser")
 FP8 = Attention(fa_quant="fp8")
 # Requested feature -> the devices that support it.
 DEVICES_BY_FEATURE = {

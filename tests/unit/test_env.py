@@ -15,8 +15,8 @@ from wan.utils import env
 def test_aliases() -> None:
     table: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
         ({}, {}),
-        ({"ALGO": "0"}, {"attention_algo": "fused"}),
-        ({"ALGO": "1"}, {"attention_algo": "laser"}),
+        ({"ALGO": "0"}, {"attention_backend": "fused"}),
+        ({"ALGO": "1"}, {"attention_backend": "laser"}),
         ({"ALGO": "3"}, {"fa_quant": "fp8"}),
         ({"OVERLAP": "0"}, {"fa_alltoall_overlap": False}),
         ({"OVERLAP": "1"}, {"fa_alltoall_overlap": True}),
@@ -59,8 +59,8 @@ def attention(*argv: str) -> Attention:
 
 def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALGO", "1")
-    assert attention() == Attention(attention_algo="laser")
-    assert attention("--attention_algo", "fused") == Attention()
+    assert attention() == Attention(attention_backend="laser")
+    assert attention("--attention_backend", "auto") == Attention()
     monkeypatch.setenv("FAST_LAYERNORM", "1")
     assert attention("--fused_ops", "rope").fused_ops == ("rope",)
     monkeypatch.setenv("OVERLAP", "1")
@@ -70,7 +70,7 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_variables_and_flags_that_contradict_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALGO", "3")
     assert attention() == Attention(fa_quant="fp8")
-    messages = {"ALGO=3 and laser": get_refusal(attention, "--attention_algo", "laser")}
+    messages = {"ALGO=3 and laser": get_refusal(attention, "--attention_backend", "laser")}
     monkeypatch.setenv("QUANT_ALLTOALL", "1")
     messages["QUANT_ALLTOALL=1 of one rank"] = get_refusal(attention)
     check_refusals("variables and flags", messages)

@@ -79,7 +79,7 @@ def find_latents(root: object) -> list[torch.Tensor]:
 
 def test_a_paused_video_leaves_its_device() -> None:
     """The tensors that solver and guider keep from earlier steps leave the device, too."""
-    guidance = {"guider": "apg", "apg_momentum": 0.5, "sample_guide_scale": (2.0, 2.0)}
+    guidance = {"guider": "apg:momentum=0.5", "sample_guide_scale": (2.0, 2.0)}
     for solver in SOLVERS:
         steps = {"sample_steps": 4, "boundary_step": 3} if solver == "rcm" else {}
         video = DenoisingLoop(*make_six_steps(sample_solver=solver, **steps, **guidance))

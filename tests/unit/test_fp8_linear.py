@@ -120,7 +120,7 @@ def test_a_run(tiny: Any, tmp_path: Path, one_thread: None) -> None:
     comfy_quant = encode_quant_metadata(format="float8_e4m3fn", full_precision_matrix_mult=True)
     save_file(stored | {f"{exact}.comfy_quant": comfy_quant}, path)
     flags = ["--sample_steps", "1", "--sample_guide_scale", "1", "--precision", "fp32"]
-    flags += ["--fp8_weights"]
+    flags += ["--stored_weights"]
     run, pipeline = build_quick_pipeline(folder, *flags, "multiply", "--offload_model", "false")
     latents = pipeline.generate_latents(run.params)
     upcast_latents = generate_quick_latents(folder, *flags, "keep")
@@ -134,7 +134,7 @@ def test_a_run(tiny: Any, tmp_path: Path, one_thread: None) -> None:
 
 
 def test_weights_and_devices_that_are_refused(tiny: Any) -> None:
-    flags = "--task", "t2v-1.3B", "--fp8_weights", "multiply"
+    flags = "--task", "t2v-1.3B", "--stored_weights", "multiply"
     messages = {
         "other weights": get_refusal(build_quick_pipeline, tiny("t2v-1.3B"), *flags),
         "an NPU": get_refusal(build_quick_pipeline, tiny("t2v-1.3B"), *flags, "--device", "npu"),

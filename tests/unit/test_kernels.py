@@ -34,7 +34,7 @@ from wan.pipeline.build import DTYPES
 from wan.planner import operators
 from wan.settings.attention import Attention
 from wan.settings.devices import get_capabilities
-from wan.settings.kernels import DENSE_KERNELS, FP8, RAINFUSION, SMALL_OPS, list_dense_kernels
+from wan.settings.kernels import DENSE_KERNELS, FP8, RAINFUSION, SMALL_OPS
 from wan.utils import log
 
 
@@ -183,7 +183,7 @@ def test_every_dense_kernel_of_cpus_computes_the_formula() -> None:
         row, dtype = DENSE_KERNELS[name], DTYPES[precision]
         if precision not in row.precisions:
             continue
-        kernel = make_dense_kernel(Attention(**{row.flag: name}), Target(CPU, head, dtype))
+        kernel = make_dense_kernel(Attention(attention_backend=name), Target(CPU, head, dtype))
         assert kernel.can_return_lse == row.has_lse
         near = {"atol": 2e-6, "rtol": 1e-5} if precision == "fp32" else {"atol": 2e-2, "rtol": 2e-2}
         for rows, keys in ((19, 33), (130, 257)):
@@ -216,8 +216,7 @@ def test_every_method_of_cpus_computes_the_formula() -> None:
 
 def test_a_backend_in_a_plan() -> None:
     """Without a GPU and without xfuser: unknown properties are described as assumed."""
-    for name in list_dense_kernels("attention_backend"):
-        row = DENSE_KERNELS[name]
+    for name, row in DENSE_KERNELS.items():
         if "cuda" not in row.factories:
             continue
         target = Target(CUDA, 64, torch.bfloat16, operators.load_operator)
@@ -252,4 +251,4 @@ def test_backends_on_a_cpu() -> None:
     messages = {"xfuser": get_refusal(make_dense_kernel, math, F32_ON_CPU)}
     check_refusals("kernels: backends", messages)
     with pytest.raises(ValueError, match=r"no kernel 'laser' on this device \(CPU\)"):
-        select_kernels(Attention(attention_algo="laser"), F32_ON_CPU, {})
+        select_kernels(Attention(attention_backend="laser"), F32_ON_CPU, {})

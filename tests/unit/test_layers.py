@@ -22,14 +22,16 @@ from tests.refusals import get_refusal
 from wan.app import flag_parser, resolve
 from wan.app.call_arguments import bind_arguments
 from wan.app.resolve import ResolveContext, make_line_resolver, resolve_settings
-from wan.app.run import Run
+from wan.app.run import Run, list_changed_settings
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.pipeline.pipeline import Pipeline
 from wan.planner import report
 from wan.serve import fields
+from wan.serve.rows import ServiceJob
 from wan.settings.errors import KEYWORD_NAMING, InputError
 from wan.settings.flags import PYTHON_KEYWORDS
 from wan.settings.layers import Layer, merge
+from wan.settings.removed import REMOVED
 from wan.tasks.base import VideoParams
 
 Settings = dict[str, Any]
@@ -38,7 +40,7 @@ COMMON = {"ckpt_dir": DEMO, "size": "64*64", "frame_num": 5, "base_seed": 1}
 LISTED = {"sample_solver": "euler", "timesteps": "1000,900,500,300"}
 RCM = {"sample_solver": "rcm", "sample_steps": 2}
 EULER = {"sample_solver": "euler", "sample_steps": 2}
-APG = {"guider": "apg", "apg_eta": 0.5, "sample_steps": 2, "sample_guide_scale": 3}
+APG = {"guider": "apg:eta=0.5", "sample_steps": 2, "sample_guide_scale": 3}
 ROWS: list[tuple[Settings, Settings, Settings | None]] = [
     (LISTED, {"sample_steps": 8}, {"sample_solver": "euler", "sample_steps": 8}),
     (LISTED, {"sample_shift": 3, "sample_steps": 2}, {**EULER, "sample_shift": 3}),
@@ -65,11 +67,11 @@ ROWS: list[tuple[Settings, Settings, Settings | None]] = [
     ),
     (
         APG,
-        {"guider": "cfg_zero", "zero_init_steps": 1},
-        {"guider": "cfg_zero", "zero_init_steps": 1, "sample_steps": 2, "sample_guide_scale": 3},
+        {"guider": "cfg_zero:zero_init_steps=1"},
+        {"guider": "cfg_zero:zero_init_steps=1", "sample_steps": 2, "sample_guide_scale": 3},
     ),
     (
-        {**APG, "slg_blocks": 1, "slg_start": 0.2},
+        {**APG, "slg_blocks": "1:start=0.2"},
         {"sample_guide_scale": 1},
         {"sample_steps": 2, "sample_guide_scale": 1},
     ),
@@ -84,8 +86,6 @@ ROWS: list[tuple[Settings, Settings, Settings | None]] = [
     ({}, {**LISTED, "sample_shift": 3}, None),
     ({}, {**RCM, "sample_shift": 3}, None),
     ({}, {"strength": 0.5}, None),
-    ({}, {"slg_start": 0.5}, None),
-    ({}, {"apg_eta": 0.5}, None),
 ]
 
 
@@ -275,6 +275,87 @@ def test_keywords_of_a_call_win_over_shared_ones(
         if generated[-2] != generated[-1]:
             wrong.append((shared, video, *generated[-2:]))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_each_removed_setting_is_refused_with_what_to_use(tiny: Any, tmp_path: Path) -> None:
+    """On the command line, in a line, in a request and as a keyword."""
+    folder, model = tiny("t2v-A14B"), wan.WanT2V("t2v-A14B", tiny("t2v-A14B"))
+    wrong = []
+    for name, row in REMOVED.items():
+        word = row.parameter or row.setting or row.remedy.split()[0]
+        for message in (
+            get_refusal(lambda name=name: parse({name: 1})),
+            get_refusal(resolve_line, {}, {name: 1}, tmp_path),
+            get_refusal(resolve_request, {}, {name: 1}, tmp_path),
+            get_refusal(wan.WanT2V, "t2v-A14B", folder, **{name: 1}),
+            get_refusal(model.generate, "a", **{name: 1}),
+        ):
+            if f"{name} was removed; " not in message or word not in message:
+                wrong.append((name, message))
+    assert not wrong
+
+
+def test_a_record_of_the_version_before_repeats_its_video(tmp_path: Path) -> None:
+    """With the settings that the version before recorded, and those of today."""
+    rows: list[tuple[Settings, Settings]] = [
+        (
+            {"guider": "apg", "apg_eta": 0.5, "apg_momentum": -0.7},
+            {"guider": "apg:eta=.5,momentum=-0.7"},
+        ),
+        ({"guider": "cfg_zero", "zero_init_steps": 2}, {"guider": "cfg_zero:zero_init_steps=2"}),
+        ({"slg_blocks": [1, 2], "slg_start": 0.2}, {"slg_blocks": "1-2:start=0.2"}),
+        ({"slg_blocks": [3]}, {"slg_blocks": 3}),
+        (
+            {"nag_scale": 5.0, "nag_tau": 3.0, "nag_alpha": 0.5, "nag_norm": "l2"},
+            {"nag_scale": "5:tau=3,alpha=0.5,norm=l2"},
+        ),
+        (
+            {"step_cache": "mag", "step_cache_threshold": 0.1, "step_cache_max_skip": 3},
+            {"step_cache": "mag:threshold=0.1,max_skip=3"},
+        ),
+        (
+            {"step_cache": "tea", "step_cache_coefficients": [1.0, 0.5]},
+            {"step_cache": "tea:coefficients=1,0.5"},
+        ),
+        (
+            {"step_cache": "steps:0-2", "step_cache_order": 1, "step_cache_force": True},
+            {"step_cache": "steps:0-2,order=1,force=true"},
+        ),
+        ({"step_cache": "none", "step_cache_force": True, "text_kv_cache": False}, {}),
+        ({"fp8_weights": "auto", "gguf_weights": "upcast"}, {"stored_weights": "upcast"}),
+        ({"fp8_weights": "upcast", "gguf_weights": "auto"}, {"stored_weights": "upcast"}),
+        ({"attention_algo": "fused", "attention_backend": "sdpa"}, {"attention_backend": "sdpa"}),
+        (
+            {"attention_algo": "laser", "device": "npu"},
+            {"attention_backend": "laser", "device": "npu"},
+        ),
+    ]
+    common = {"sample_steps": 20, "sample_guide_scale": 3, "task": "t2v-14B", "prompt": "a"}
+    record, wrong = tmp_path / "record.json", []
+    for before, today in rows:
+        record.write_text(json.dumps({"settings": {**common, **before}}))
+        repeated = resolve_plan("--from_json", record, "--base_seed", 1)
+        flags = [f"--{name}={value}" for name, value in {**common, **today}.items()]
+        expected = resolve_plan(*flags, "--base_seed", 1)
+        pairs = [
+            (run.params, run.setup.cache, run.setup.execution, run.setup.attention)
+            for run in (repeated, expected)
+        ]
+        if pairs[0] != pairs[1] or list_changed_settings(expected.settings, repeated.settings):
+            wrong.append((before, *pairs))
+        stored = {**json.loads(json.dumps(expected.settings, default=str)), **before}
+        stored = {
+            name: value for name, value in stored.items() if name not in today or name in before
+        }
+        current = json.loads(json.dumps(expected.settings, default=str))
+        if changed := list_changed_settings(current, stored):
+            wrong.append((before, changed))
+    assert not wrong
+
+
+def test_a_waiting_job_of_the_version_before_is_made() -> None:
+    job = ServiceJob("x", {"guider": "apg", "apg_eta": 0.5, "base_seed": [3, 4]})
+    assert job.make_output_settings(1) == {"guider": "apg:eta=0.5", "base_seed": 4}
 
 
 def test_none_replaces_a_default_of_the_signature() -> None:

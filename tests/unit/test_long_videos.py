@@ -91,7 +91,7 @@ def test_the_recipe_is_recognised() -> None:
 
 
 def test_what_the_recipe_sets_in_a_run() -> None:
-    run = plan_run("--recipe", "svi-2-pro", "--clips", 4)
+    run = plan_run("--recipe", "svi-2-pro", "--num_clip", 4)
     expected = {**SVI, "chain": "latent", "num_clip": 4, "frame_num": 81}
     expected["sample_guide_scale"] = (4.0, 4.0)
     assert {name: getattr(run.params, name) for name in expected} == expected
@@ -99,7 +99,7 @@ def test_what_the_recipe_sets_in_a_run() -> None:
     custom = plan_run("--recipe", "svi-2-pro", "--fps", 24, "--frame_num", 121, "--sample_steps", 8)
     assert (custom.output.fps, custom.params.frame_num, custom.params.sample_steps) == (24, 121, 8)
     assert any("loses color" in line for line in custom.notices)
-    plain = plan_run("--clips", 2)
+    plain = plan_run("--num_clip", 2)
     assert (plain.params.chain, plain.params.boundary, plain.output.fps) == ("frame", 0.9, 16)
     assert any("drifts" in line for line in plain.notices)
     assert plan_run().params.chain is None and not plan_run().params.has_clips
@@ -107,11 +107,16 @@ def test_what_the_recipe_sets_in_a_run() -> None:
 
 def test_flags_that_are_refused() -> None:
     table = (
-        *("--clips 0", "--clips two", "--clips 2 --frame_num 80", "--chain latent --frame_num 5"),
-        *("--chain pixels", "--clips 3 --clip_prompts a b", "--clip_prompts a --prompt b"),
-        *("--task t2v-A14B --clips 2", "--task ti2v-5B --clip_prompts a"),
+        *(
+            "--num_clip 0",
+            "--num_clip two",
+            "--num_clip 2 --frame_num 80",
+            "--chain latent --frame_num 5",
+        ),
+        *("--chain pixels", "--num_clip 3 --clip_prompts a b", "--clip_prompts a --prompt b"),
+        *("--task t2v-A14B --num_clip 2", "--task ti2v-5B --clip_prompts a"),
         *("--task t2v-A14B --chain latent", "--task t2v-A14B --recipe svi-2-pro"),
-        *("--overlap_decoding --vae_tiling", "--clips 2 --save_latents steps"),
+        *("--overlap_decoding --vae_tiling", "--num_clip 2 --save_latents steps"),
     )
     messages = {arguments: get_refusal(plan_run, *arguments.split()) for arguments in table}
     check_refusals("long videos: flags", messages)

@@ -262,7 +262,7 @@ def test_dora_of_kept_weights_is_refused(
     file, path = folder / "diffusion_pytorch_model.safetensors", tmp_path / "x.safetensors"
     save_file(quantise_state(load_file(file), "float8")[0], file)
     save_lycoris("DoRA of rows", weights, path, LINEARS)
-    flags = ["--lora", str(path), "--fp8_weights"]
+    flags = ["--lora", str(path), "--stored_weights"]
     build_quick_pipeline(folder, *flags, "upcast")
     messages = {
         setting: get_refusal(build_quick_pipeline, folder, *flags, setting)

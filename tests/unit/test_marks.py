@@ -164,7 +164,7 @@ def test_a_run_is_that_of_the_values(
     expected = generate_quick_latents(plain, *FLAGS)
     assert torch.equal(generate_quick_latents(quantised, *FLAGS), expected)
     is_fp8 = FORMATS[form][0].startswith("float8")
-    way = ("--fp8_weights", "keep") if is_fp8 else ("--offload_model", "block")
+    way = ("--stored_weights", "keep") if is_fp8 else ("--offload_model", "block")
     assert torch.equal(generate_quick_latents(quantised, *FLAGS, *way), expected)
 
 
@@ -197,7 +197,7 @@ def test_products_in_fp8_need_e4m3(tiny: Any, tmp_path: Path) -> None:
     file = folder / "diffusion_pytorch_model.safetensors"
     stored, _ = quantise_state(load_file(file), "float8 e5m2")
     save_file(stored, file)
-    flags = "--task", "t2v-1.3B", "--fp8_weights", "multiply"
+    flags = "--task", "t2v-1.3B", "--stored_weights", "multiply"
     message = get_refusal(build_quick_pipeline, folder, *flags)
     check_refusals("marks: E5M2", {"multiply": message})
 
@@ -217,7 +217,7 @@ def test_a_folder_of_modelopt(tiny: Any, tmp_path: Path, one_thread: None) -> No
     config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
     path.write_text(json.dumps(config))
     for mode in ("keep", "upcast"):
-        result = generate_quick_latents(quantised, *FLAGS, "--fp8_weights", mode)
+        result = generate_quick_latents(quantised, *FLAGS, "--stored_weights", mode)
         assert torch.equal(result, generate_quick_latents(plain, *FLAGS))
 
 

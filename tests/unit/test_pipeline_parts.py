@@ -222,8 +222,14 @@ def find_tensors(value: Any) -> Iterator[torch.Tensor]:
 )
 def test_a_paused_loop_leaves_the_device(solver: str, last_step: int) -> None:
     """Latents, inputs, and what solver and guidance keep between steps; shared tensors stay so."""
-    values = {"prompt": "", "size": (96, 64), "frame_num": 9, "guider": "apg", "sample_steps": 3}
-    values |= {"sample_solver": solver, "apg_momentum": 0.5}
+    values = {
+        "prompt": "",
+        "size": (96, 64),
+        "frame_num": 9,
+        "guider": "apg:momentum=0.5",
+        "sample_steps": 3,
+    }
+    values |= {"sample_solver": solver}
     params, shared = make_video_params(PRESETS["t2v-1.3B"], values), torch.ones(2, 3)
     kwargs = {name: {"hints": [shared, torch.ones(2, 4)]} for name in ("cond", "uncond")}
     latents = torch.ones(params.latent_shape)

@@ -176,7 +176,7 @@ def test_fp8_exchanges_hold_less() -> None:
 
 @pytest.mark.slow
 def test_laser_and_sparse_kernels_hold_what_they_should() -> None:
-    plain, laser = (measure_dit("A2", *x) for x in ((), ("--attention_algo", "laser")))
+    plain, laser = (measure_dit("A2", *x) for x in ((), ("--attention_backend", "laser")))
     assert plain.activations.total() < laser.activations.total()
     v3 = ("--use_rainfusion", "--rainfusion_type", "v3", "--mask_refresh_interval", "4")
     assert measure_dit("A5", *v3).cached["masks"] > 1e6
@@ -209,7 +209,7 @@ def estimate_denoising_bytes(planned_run: Run) -> int:
 
 def test_a_real_run_holds_what_is_planned(tiny) -> None:
     """Also while a step cache replaces its residuals, and with a further text."""
-    argv = (*SMALL, "--sample_steps", 3, "--step_cache", "first_block", "--step_cache_force")
+    argv = (*SMALL, "--sample_steps", 3, "--step_cache", "first_block:force=true")
     argv += ("--nag_scale", 5, "--ckpt_dir", tiny("t2v-1.3B"), "--task", "t2v-1.3B")
     planned_run = resolve_plan(*argv)
     measured, _ = measure_live_bytes(planned_run)
@@ -257,8 +257,8 @@ PROPOSALS = (
     ("t2v-1.3B", "float", "--offload_model false --device cpu"),
     ("t2v-1.3B", "float", "--cfg_size 2 --compile"),
     ("t2v-1.3B", "int8", "--ulysses_size 2 --offload_model false"),
-    ("t2v-1.3B", "FP8", "--ulysses_size 2 --fp8_weights keep"),
-    ("i2v-A14B", "float", "--ulysses_size 2 --clips 2 --overlap_decoding"),
+    ("t2v-1.3B", "FP8", "--ulysses_size 2 --stored_weights keep"),
+    ("i2v-A14B", "float", "--ulysses_size 2 --num_clip 2 --overlap_decoding"),
     ("t2v-1.3B", "float", "--ulysses_size 2 --comm_type 1 --offload_model cpu --vae_parallel"),
     ("t2v-1.3B", "float", "--ring_size 2 --t5_fsdp --dit_fsdp"),
     *((task, "float", "--ulysses_size 2") for task in ("ti2v-5B", "vace-1.3B", "s2v-14B")),
@@ -346,9 +346,8 @@ def test_copied_bytes_of_streamed_blocks(size: str, resident: int, copies: int, 
     num_streamed, _, copied_bytes = plan.count_streamed_blocks()
     assert num_streamed == 30 - resident and copied_bytes == pytest.approx(expected, rel=0.01)
     assert plan.compute_host_bytes() == 2 * (5_680_910_336 - 256_384 * 4096)
-    (line,) = (text for text in describe_plan(plan, "", 25.0) if text.startswith("Copied per step"))
-    seconds = copied_bytes / 25e9
-    assert line.endswith(f" GB, {num_streamed} blocks{calls}, {seconds:.2f} s at 25 GB/s")
+    (line,) = (text for text in describe_plan(plan, "") if text.startswith("Copied per step"))
+    assert line.endswith(f"{copied_bytes / 1e9:.2f} GB, {num_streamed} blocks{calls}")
 
 
 def test_ranks_of_a_ring_that_are_measured(tiny) -> None:

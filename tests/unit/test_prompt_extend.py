@@ -1,21 +1,24 @@
-"""Prompt extension: refusals, a fake dashscope service, and tiny local models that really run."""
+"""Prompt extension: refusals, a fake service, and tiny local models that really run."""
 
 from __future__ import annotations
 
 import base64
 import gc
 import io
+import json
 import logging
 import re
 import shutil
 import sys
-from importlib.machinery import ModuleSpec
+from collections.abc import Iterator
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import product
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 import transformers as tf
@@ -53,93 +56,77 @@ def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> An
 
 
 class Service:
-    """A fake dashscope: its replies in turn, and the requests that it received."""
+    """A server of chat completions on this machine: its replies in turn, and the requests."""
 
     def __init__(self) -> None:
         self.replies: list[Any] = [answer("text")] * 20
-        self.requests: list[tuple[str, str, dict[str, Any]]] = []
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[Message] = []
         self.pauses: list[float] = []
 
-    def answer(self, kind: str, model: str, options: dict[str, Any]) -> Any:
-        self.requests.append((kind, model, options))
-        reply = self.replies[len(self.requests) - 1]
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
+    def make_handler(service) -> type[BaseHTTPRequestHandler]:  # noqa: N805
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                content = self.rfile.read(int(self.headers["Content-Length"]))
+                service.headers.append(self.headers)
+                service.requests.append({"path": self.path, **json.loads(content)})
+                status, text = service.replies[len(service.requests) - 1]
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_: object) -> None: ...
+
+        return Handler
 
     def messages(self) -> tuple[Any, Any]:
         """System and user content of the latest call."""
-        system, user = self.requests[-1][2]["messages"]
+        system, user = self.requests[-1]["messages"]
         assert (system["role"], user["role"]) == ("system", "user")
         return system["content"], user["content"]
 
 
-def answer(content: Any) -> SimpleNamespace:
-    choice = SimpleNamespace(message=SimpleNamespace(content=content))
-    return SimpleNamespace(status_code=200, output=SimpleNamespace(choices=[choice]))
+def answer(content: Any) -> tuple[int, str]:
+    return 200, json.dumps({"choices": [{"message": {"content": content}}]})
 
 
-BUSY = SimpleNamespace(status_code=429, code="Throttling", message="too many", output=None)
-CLIENT_ERROR = type("DashScopeException", (Exception,), {})
+BUSY = 429, '{"error": "too many"}'
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Service:
-    modules = [ModuleType(f"dashscope{name}") for name in ("", ".common", ".common.error")]
-    for module in modules:
-        module.__spec__ = ModuleSpec(module.__name__, None)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     fake = Service()
-    for kind in ("Generation", "MultiModalConversation"):
-        call = lambda model, kind=kind, **options: fake.answer(kind, model, options)  # noqa: E731
-        setattr(modules[0], kind, SimpleNamespace(call=call))
-    modules[2].__dict__["DashScopeException"] = CLIENT_ERROR
+    server = HTTPServer(("127.0.0.1", 0), fake.make_handler())
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
     monkeypatch.setenv("DASH_API_KEY", "sk-test")
-    monkeypatch.delenv("DASH_API_URL", raising=False)
+    monkeypatch.setenv("DASH_API_URL", f"http://127.0.0.1:{server.server_port}/v1/")
     monkeypatch.setattr(prompt_extend.time, "sleep", fake.pauses.append)
-    return fake
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The names queried at a fake hub, which has an empty cache and no model named absent."""
-    queried: list[str] = []
-
-    def model_info(_: Any, name: str, *, timeout: float) -> None:
-        queried.append(name)
-        if "absent" in name or timeout > 10:
-            raise ConnectionError("no such model")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    return queried
+    yield fake
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 def test_a_text_question(service: Service, log: Any) -> None:
     service.replies = [answer("  A cat, in full.\n")]
     assert rewrite(" a {cat} ", seed=2**62 + 5) == "A cat, in full."
-    [(kind, model, options)] = service.requests
-    assert (kind, model) == ("Generation", "qwen-plus")
-    # Never the prompt alone: the client uploads a text that is the name of a local file.
+    [request] = service.requests
     assert service.messages()[1] == "Request: a {cat}"
-    assert options.pop("request_timeout") * 4 < 600, "NCCL's patience on the ranks that wait"
-    del options["messages"]
-    assert options == {"api_key": "sk-test", "seed": 5, "result_format": "message"}
+    assert service.headers[0]["Authorization"] == "Bearer sk-test"
+    del request["messages"]
+    assert request == {"path": "/v1/chat/completions", "model": "qwen-plus", "seed": 5}
     assert not log.messages
 
 
-def test_an_image_question(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DASH_API_URL", "https://example.test/api/v1")
-    service.replies = [answer([{"text": "A red "}, {"text": "cat."}])]
+def test_an_image_question(service: Service) -> None:
+    service.replies = [answer("A red cat.")]
     assert rewrite("a cat", image=Image.new("RGBA", (2000, 1000), (255, 0, 0, 255))) == "A red cat."
-    [(kind, model, options)] = service.requests
-    assert (kind, model) == ("MultiModalConversation", "qwen-vl-max")
-    assert options["base_address"] == "https://example.test/api/v1"
-    system, [image, text_part] = service.messages()
-    assert [list(part) for part in (*system, image)] == [["text"], ["image"]]
-    assert text_part == {"text": "Request: a cat"}
-    head, data = image["image"].split(",")
-    assert head == "data:image/png;base64"
+    assert service.requests[0]["model"] == "qwen-vl-max"
+    _, [image, text_part] = service.messages()
+    assert text_part == {"type": "text", "text": "Request: a cat"}
+    head, data = image["image_url"]["url"].split(",")
+    assert (image["type"], head) == ("image_url", "data:image/png;base64")
     sent = Image.open(io.BytesIO(base64.b64decode(data)))
     assert (sent.size, sent.mode, sent.getpixel((9, 9))) == ((724, 362), "RGB", (255, 0, 0))
 
@@ -147,26 +134,50 @@ def test_an_image_question(service: Service, monkeypatch: pytest.MonkeyPatch) ->
 def test_only_large_images_shrink(service: Service) -> None:
     for size in ((40, 30), (512, 512), (513, 512), (300_000, 1), (1, 300_000)):
         rewrite("a cat", image=Image.new("L", size))
-        data = service.messages()[1][0]["image"].split(",")[1]
+        data = service.messages()[1][0]["image_url"]["url"].split(",")[1]
         sent = Image.open(io.BytesIO(base64.b64decode(data))).size
         fits = size[0] * size[1] <= 512 * 512
         assert sent == size if fits else 0.99 * 512 * 512 < sent[0] * sent[1] <= 512 * 512, size
 
 
 def test_a_failed_try_is_repeated(service: Service, log: Any) -> None:
-    for failure in (BUSY, CLIENT_ERROR("key"), ConnectionError("route"), answer(" "), answer(None)):
+    failures = (BUSY, (200, "no JSON"), (200, "{}"), (200, "[]"), answer(" "), answer(None))
+    for failure in failures:
         service.replies, service.requests[:] = [failure, answer("at last")], []
         assert rewrite("a cat", model="qwen-max") == "at last", failure
-        assert [model for _, model, _ in service.requests] == ["qwen-max"] * 2
+        assert [request["model"] for request in service.requests] == ["qwen-max"] * 2
         assert not log.messages
 
 
 def test_four_failures_give_the_original_prompt_and_a_warning(service: Service, log: Any) -> None:
-    service.replies = [OSError(), BUSY, BUSY, BUSY, answer("too late")]
+    service.replies = [(200, ""), BUSY, BUSY, BUSY, answer("too late")]
     assert rewrite(" a cat ") == " a cat "
     assert service.pauses == [0, 1, 2, 3]
-    reason = "dashscope model 'qwen-plus' failed 4 times, at last status 429, Throttling: too many."
-    assert log.messages == [FALLBACK_WARNING + reason]
+    (message,) = log.messages
+    assert message.startswith(f"{FALLBACK_WARNING}model 'qwen-plus' of http://127.0.0.1:")
+    assert message.endswith("failed 4 times, at last HTTPError: HTTP Error 429: Too Many Requests.")
+
+
+def test_the_address_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The official code's addresses are those of Alibaba's own protocol."""
+    addresses: list[str] = []
+
+    def record_address(request: Any, timeout: float) -> None:
+        addresses.append(request.full_url)
+        assert timeout * 4 < 600, "NCCL's patience on the ranks that wait"
+        raise OSError
+
+    monkeypatch.setattr(prompt_extend, "urlopen", record_address)
+    monkeypatch.setattr(prompt_extend.time, "sleep", lambda _: None)
+    monkeypatch.setenv("DASH_API_KEY", "sk-test")
+    for url in ("", "https://dashscope-intl.aliyuncs.com/api/v1", "http://localhost:8000/v1"):
+        monkeypatch.setenv("DASH_API_URL", url)
+        rewrite("a cat")
+    assert addresses[::4] == [
+        "https://dashscope.aliyuncs.com/compatible-mode/v1/chat/completions",
+        "https://dashscope-intl.aliyuncs.com/compatible-mode/v1/chat/completions",
+        "http://localhost:8000/v1/chat/completions",
+    ]
 
 
 def test_system_texts(service: Service) -> None:
@@ -177,7 +188,7 @@ def test_system_texts(service: Service) -> None:
     ):
         rewrite(prompt, image=image, lang=lang)
         system, user = service.messages()
-        text = system if image is None else system[0]["text"]
+        text = system
         assert any("\u4e00" <= c <= "\u9fff" for c in text) == (lang == "zh")
         assert bool(re.search("[a-z]{3}", text)) == (lang == "en")
         assert image is None or user[1]["text"].strip()
@@ -186,26 +197,23 @@ def test_system_texts(service: Service) -> None:
 
 
 def get_extension_refusal(method: str, model: str | None) -> str:
-    return get_refusal(
-        lambda: check_prompt_extension(PromptExtension(True, method, model), has_image=False)
-    )
+    return get_refusal(lambda: check_prompt_extension(PromptExtension(True, method, model)))
 
 
 def test_unavailable_methods(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_prompt_extension(PromptExtension(True, "dashscope"), has_image=False)
+    check_prompt_extension(PromptExtension(True, "dashscope"))
     monkeypatch.setenv("DASH_API_URL", "example.test")
     messages = {"no address": get_extension_refusal("dashscope", None)}
     monkeypatch.delenv("DASH_API_KEY")
     messages["no key"] = get_extension_refusal("dashscope", None)
-    for method, package in (("dashscope", "dashscope"), ("local_qwen", "transformers")):
-        monkeypatch.setitem(sys.modules, package, None)
-        messages[f"no {package}"] = get_extension_refusal(method, None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    messages["no transformers"] = get_extension_refusal("local_qwen", None)
     messages["no prompt"] = get_refusal(lambda: rewrite(" "))
     check_refusals("prompt extension: not available", messages)
     assert not service.requests
 
 
-def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: list[str]) -> None:
+def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
@@ -224,8 +232,7 @@ def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: lis
     check_refusals("prompt extension: folders", messages)
     (tmp_path / "model" / "config.json").touch()
     for folder in (*present, "model"):
-        check_prompt_extension(PromptExtension(True, "local_qwen", folder), has_image=False)
-    assert not hub
+        check_prompt_extension(PromptExtension(True, "local_qwen", folder))
 
 
 # Local models: real transformers models and tokenizers, tiny and random.
@@ -387,33 +394,15 @@ SOURCES = {
 }
 
 
-def test_local_names_and_no_network(
-    monkeypatch: pytest.MonkeyPatch, hub: list[str], log: Any
-) -> None:
+def test_local_names_and_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_network(name: str) -> None:
         raise OSError(f"no network for {name}")
 
-    log.set_level(logging.INFO)
     monkeypatch.setattr(tf.AutoConfig, "from_pretrained", no_network)
     for (model, has_image), source in SOURCES.items():
-        check_prompt_extension(PromptExtension(True, "local_qwen", model), has_image=has_image)
-        assert log.messages[-1] == f"Prompt extension fetches {source} from the model hub."
+        check_prompt_extension(PromptExtension(True, "local_qwen", model))
         with pytest.raises(InputError, match=rf"\(no network for {source}\); give the local"):
             rewrite_locally("a cat", model, image=RED if has_image else None)
-    assert hub == [*SOURCES.values()]
-
-
-def test_what_the_hub_gives(
-    hub: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Texts that are no valid model name are refused, too; a cached model is not looked up."""
-    names = ("me/absent", "a/b/c", "two words", "a--b")
-    messages = {name: get_extension_refusal("local_qwen", name) for name in names}
-    check_refusals("prompt extension: hub", messages)
-    hub.clear()
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path))
-    check_prompt_extension(PromptExtension(True, "local_qwen", "Qwen2.5_3B"), has_image=False)
-    assert not hub
 
 
 UNUSABLE: dict[str, tuple[str, bytes | None]] = {  # text of the message -> a file and its content

@@ -85,8 +85,6 @@ def metric_names() -> Iterator[str]:
 def command_line() -> Iterator[str]:
     for name, flag in flags.FLAGS.items():
         yield f"flag --{name}"
-        if flag.alias is not None:
-            yield f"flag --{flag.alias}"
         if flag.keyword is not None:
             yield f"keyword {flag.keyword} of --{name}"
 

@@ -124,11 +124,11 @@ def test_every_row_is_written_in_a_front_ends_own_words(front: str) -> None:
 
 def test_namings_of_each_front_end() -> None:
     texts = {
-        "--sample_steps 7 and --step_cache_threshold": COMMAND_LINE_NAMING,
-        "sampling_steps=7 and step_cache_threshold": PYTHON_NAMING,
-        "num_inference_steps=7 and threshold": DIFFUSERS_NAMING,
+        "--sample_steps 7 and --step_cache": COMMAND_LINE_NAMING,
+        "sampling_steps=7 and step_cache": PYTHON_NAMING,
+        "num_inference_steps=7 and policy": DIFFUSERS_NAMING,
     }
-    text = "`sample_steps=7` and `step_cache_threshold`"
+    text = "`sample_steps=7` and `step_cache`"
     assert [naming.render(text) for naming in texts.values()] == [*texts]
 
 
@@ -175,8 +175,8 @@ def test_a_value_is_written_as_it_was_typed() -> None:
 
 def test_equivalent_environment_variables_are_named() -> None:
     naming = env.make_flag_naming({"ALGO": "1", "OVERLAP": "1", "ROPE_OPT": "1"})
-    assert naming.render("`attention_algo=laser`") == "--attention_algo laser (or ALGO=1)"
-    assert naming.render("`attention_algo=fused`") == "--attention_algo fused"
+    assert naming.render("`attention_backend=laser`") == "--attention_backend laser (or ALGO=1)"
+    assert naming.render("`attention_backend=fused`") == "--attention_backend fused"
     assert naming.render("`fa_alltoall_overlap`") == "--fa_alltoall_overlap (or OVERLAP=1)"
     assert naming.render("`fused_ops=rope`") == "--fused_ops rope (or ROPE_OPT=1)"
     assert naming.render("`fused_ops=gelu`") == "--fused_ops gelu"
@@ -192,7 +192,10 @@ def test_steps_of_thousands_of_digits_are_refused() -> None:
 def test_a_plan_that_no_device_can_carry_out_is_refused() -> None:
     """Each setting is of another device."""
     messages = {}
-    for arguments in ("--fused_ops=rope --fa_quant=fp8", "--attention_algo=laser --fused_ops=gelu"):
+    for arguments in (
+        "--fused_ops=rope --fa_quant=fp8",
+        "--attention_backend=laser --fused_ops=gelu",
+    ):
         messages[arguments] = get_refusal(resolve_plan, *arguments.split())
     check_refusals("plan: no device", messages, hide=["this device is .*?(?=;)"])
 

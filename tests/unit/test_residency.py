@@ -84,7 +84,7 @@ def write_lora(folder: Path, path: Path) -> Path:
 
 THREE_STEPS = ("--sample_steps", "3", "--frame_num", "1")
 TWO_EXPERTS = ("--sample_steps", "2", "--boundary_step", "1", "--frame_num", "1")
-CACHED = ("--step_cache", "first_block", "--step_cache_threshold", "0.6", "--sample_steps", "9")
+CACHED = ("--step_cache", "first_block:threshold=0.6", "--sample_steps", "9")
 REUSED = ("--use_attentioncache", "--start_step", "1", "--end_step", "7", "--sample_steps", "8")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "bf16": ("ti2v-5B", (*THREE_STEPS, "--precision", "bf16")),
@@ -94,9 +94,9 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "attention cache": ("t2v-1.3B", REUSED),
     "fp8 attention": ("t2v-1.3B", (*THREE_STEPS, "--fa_quant", "fp8")),
     "int8": ("t2v-1.3B", (*THREE_STEPS, "--quant_dit_path", "EXPORT")),
-    "LoRA": ("t2v-1.3B", (*THREE_STEPS, "--lora", "LORA=0.5", "--text_kv_cache", "false")),
+    "LoRA": ("t2v-1.3B", (*THREE_STEPS, "--lora", "LORA=0.5")),
     "FP8 weights": ("FP8", (*THREE_STEPS, "--precision", "bf16")),
-    "FP8, upcast": ("FP8", (*THREE_STEPS, "--precision", "bf16", "--fp8_weights", "upcast")),
+    "FP8, upcast": ("FP8", (*THREE_STEPS, "--precision", "bf16", "--stored_weights", "upcast")),
 }
 
 

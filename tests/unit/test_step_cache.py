@@ -51,8 +51,10 @@ CONTRADICTIONS = {
     "falling list": "--step_cache steps:5-3",
     "late": "--step_cache steps:0-45",
     "few steps": "--step_cache mag --sample_steps 4",
-    "foreign parameter": "--step_cache first_block --step_cache_retention 0.5",
-    "no policy": "--step_cache_threshold 0.5",
+    "foreign parameter": "--step_cache first_block:retention=0.5",
+    "no policy": "--step_cache none:threshold=0.5",
+    "no parameters": "--step_cache cfg:4",
+    "large threshold": "--step_cache mag:threshold=200",
     "cfg on halves": "--step_cache cfg --cfg_size 2",
     "cfg unguided": "--step_cache cfg --sample_guide_scale 1",
     "easy, few steps": "--step_cache easy --sample_steps 11",
@@ -81,9 +83,9 @@ def list_skipped_steps(computed: policy.StepMask) -> list[int]:
     return [step for step, all_ in enumerate(computed) if not all_]
 
 
-def make_cache(name: str, **parameters: Any) -> Any:
+def make_cache(value: str) -> Any:
     """The cache of a policy."""
-    implementation = policy.make_policy(StepCache(name, **parameters), PRESETS["t2v-1.3B"])
+    implementation = policy.make_policy(StepCache(value), PRESETS["t2v-1.3B"])
     assert implementation is not None
     return implementation.make_cache()
 
@@ -97,27 +99,27 @@ def test_mag_skips_what_the_published_rule_skips() -> None:
     curve = mag.load_published_curve("t2v-A14B", False)
     assert curve is not None and curve.ratios["cond"][:2] == (1.0, 1.00124)
 
-    def rule(task: str, threshold: float, **more: Any) -> policy.StepMask:
-        settings = StepCache("mag", step_cache_threshold=threshold, **more)
+    def rule(task: str, threshold: float, more: str = "") -> policy.StepMask:
+        settings = StepCache(f"mag:threshold={threshold}{more}")
         return Mag(settings, PRESETS[task]).apply_rule(curve.ratios["cond"], T2V, "cond")
 
     # made by the authors' program
     assert list_skipped_steps(rule("t2v-A14B", 0.04)) == MAG_SKIPS
     assert all(rule("t2v-A14B", 0))
     # Image to video computes all steps of the high-noise expert.
-    assert list_skipped_steps(rule("i2v-A14B", 1, step_cache_max_skip=9))[0] == 29
+    assert list_skipped_steps(rule("i2v-A14B", 1, ",max_skip=9"))[0] == 29
 
 
 def test_mag_computes_the_first_steps_of_an_expert() -> None:
     """By the calls that the authors count, two a step; the last one of the second expert too."""
-    settings = {"step_cache_threshold": 1e9, "step_cache_max_skip": 99}
+    settings = StepCache("mag:threshold=100,max_skip=99,retention=0.25")
     cases = {  # task -> high-noise steps, and the steps that each branch computes
         "t2v-A14B": (4, [0, 4, 5, 6], [0, 4, 5]),
         "i2v-A14B": (4, [*range(6)], [*range(6)]),
         "ti2v-5B": (0, [*range(3)], [*range(3)]),
     }
     for task, (high, *expected) in cases.items():
-        rule = Mag(StepCache("mag", **settings, step_cache_retention=0.25), PRESETS[task])
+        rule = Mag(settings, PRESETS[task])
         experts = [HIGH] * high + [LOW] * (12 - high)
         for branch, steps in zip(("cond", "uncond"), expected, strict=True):
             mask = rule.apply_rule([1.0] * 12, experts, branch)
@@ -161,7 +163,7 @@ def test_a_curve_is_the_growth_of_what_blocks_add(
 def test_forced_steps_are_added_and_change_no_counter() -> None:
     steps = list_steps(plan_run("--step_cache mag --task t2v-A14B"))
     assert list_skipped_steps(steps["cond"]) == MAG_SKIPS
-    with_warmup = list_steps(plan_run("--step_cache mag --step_cache_warmup 9"))
+    with_warmup = list_steps(plan_run("--step_cache mag:warmup=9"))
     assert list_skipped_steps(with_warmup["cond"]) == [9, 11, 12, 14, 15, 17, 18, 20, 21, 23, 24]
     for warmup, forced in ((0, (0, 26)), (2, (0, 1, 25, 26, 27, 39))):
         expected = tuple(step in forced for step in range(40))
@@ -169,7 +171,7 @@ def test_forced_steps_are_added_and_change_no_counter() -> None:
 
 
 def test_both_branches_agree_where_other_ranks_compute_each() -> None:
-    run = plan_run("--step_cache mag --step_cache_threshold 0.01")
+    run = plan_run("--step_cache mag:threshold=0.01")
     separate, combined = list_steps(run), list_steps(run, all_branches=True)
     assert separate["cond"] != separate["uncond"]
     expected = tuple(a or b for a, b in zip(separate["cond"], separate["uncond"], strict=True))
@@ -178,7 +180,7 @@ def test_both_branches_agree_where_other_ranks_compute_each() -> None:
 
 def test_tea_sums_up_estimated_changes() -> None:
     # 2 change + 0.1 of each step: 0.3, 0.3, 0.3, 0.5 | 0.7
-    settings = StepCache("tea", step_cache_threshold=0.65, step_cache_coefficients=(2.0, 0.1))
+    settings = StepCache("tea:threshold=0.65,coefficients=2,0.1")
     tea = Tea(settings, PRESETS["t2v-A14B"])
     expected = (True, False, False, True, False, True)
     assert tea.apply_rule([0.0, 0.1, 0.1, 0.1, 0.2, 0.0]) == expected
@@ -186,7 +188,7 @@ def test_tea_sums_up_estimated_changes() -> None:
 
 def test_tea_starts_anew_with_each_video() -> None:
     """Estimates of 0.3 a step and a threshold of 0.85: both branches compute every third step."""
-    flags = "--step_cache tea --step_cache_coefficients 1,0 --step_cache_threshold 0.85"
+    flags = "--step_cache tea:coefficients=1,0,threshold=0.85"
     run = plan_run(f"--task t2v-1.3B --sample_steps 15 {flags}")
     assert run.setup.policy is not None
     expected = tuple(step % 3 == 0 or step == 14 for step in range(15))
@@ -252,21 +254,31 @@ def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
             mag.read_curve(path)
     path.write_text(json.dumps(record))
     with pytest.raises(InputError, match="made for t2v-A14B, not for i2v-A14B"):
-        plan_run(f"--task i2v-A14B --step_cache mag --step_cache_curve {path}")
+        plan_run(f"--task i2v-A14B --step_cache mag:curve={path}")
     notices = plan_run("--step_cache mag --sample_steps 20").notices
     assert any("made for the official weights" in line for line in notices)
     assert any("made with 40 steps; each of the 20" in line for line in notices)
 
 
 def test_another_policy_takes_back_a_records_parameters(tmp_path: Path) -> None:
-    path, flags = tmp_path / "record.json", "--step_cache mag --step_cache_max_skip 3"
-    settings = plan_run(f"{flags} --step_cache_threshold 0.05").settings
-    assert settings["step_cache_max_skip"] == 3
+    path, flags = tmp_path / "record.json", "--step_cache mag:max_skip=3,threshold=.05"
+    settings = plan_run(flags).settings
+    assert settings["step_cache"] == "mag:max_skip=3,threshold=0.05"
     path.write_text(json.dumps({"settings": settings}))
-    assert plan_run(f"--from_json {path}").setup.cache.step_cache_max_skip == 3
+    assert plan_run(f"--from_json {path}").setup.cache.parameters["max_skip"] == 3
     assert plan_run(f"--from_json {path} --step_cache none").setup.cache == StepCache()
     other = plan_run(f"--from_json {path} --step_cache first_block").setup.cache
-    assert other == StepCache("first_block", step_cache_threshold=0.05)
+    assert other == StepCache("first_block")
+    attention = plan_run("--step_cache attention --start_step 20").settings
+    path.write_text(json.dumps({"settings": attention}))
+    assert plan_run(f"--from_json {path} --step_cache mag").setup.cache == StepCache("mag")
+
+
+def test_the_first_parameter_needs_no_name() -> None:
+    for short, text in (("mag:.1", "mag:threshold=0.1"), ("steps:0-2,5", "steps:list=0-2,5")):
+        settings = [plan_run(f"--step_cache {value}").setup.cache for value in (short, text)]
+        assert settings[0].parameters == settings[1].parameters
+    assert settings[0].parameters["list"] == (0, 1, 2, 5)
 
 
 GRID = (1, 2, 3)
@@ -314,7 +326,7 @@ def test_a_skipped_step_adds_the_kept_residual() -> None:
 
 def test_order_one_extrapolates_the_residual() -> None:
     """R(0) = 1, R(2) = 5 per element: 2 a step, so R(3) = 7 and R(5) = 11."""
-    cache = make_cache("tea", step_cache_order=1)
+    cache = make_cache("tea:order=1")
     cache.start_run(make_step_lists(True, False, True, False, False, False))
     x = torch.zeros(1, 6, 4)
 
@@ -385,7 +397,7 @@ def test_nothing_is_left_of_a_run_that_ends(name: str) -> None:
 
 def test_small_changes_add_up() -> None:
     """A step is compared with the last one that was computed, not with the last one."""
-    cache, x = make_cache("first_block", step_cache_threshold=0.2), torch.randn(1, 6, 4)
+    cache, x = make_cache("first_block:threshold=0.2"), torch.randn(1, 6, 4)
     cache.start_run(make_step_lists(*[False] * 4))
     for index in range(4):
         apply_cache(cache, Blocks(1.0, 1.0), 1.15**index * x, step(index))
@@ -395,7 +407,7 @@ def test_small_changes_add_up() -> None:
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 0.3])
 def test_first_block_cache_compares_the_first_residual(threshold: float) -> None:
     """r = x in every step here: it changes by a fifth, and only real tokens count."""
-    cache, blocks = make_cache("first_block", step_cache_threshold=threshold), Blocks(1.0, 0.5)
+    cache, blocks = make_cache(f"first_block:threshold={threshold}"), Blocks(1.0, 0.5)
     cache.start_run(make_step_lists(False, False, False))
     x = torch.randn(1, 6, 4)
     padded = torch.cat((x, torch.randn(1, 2, 4)), 1)
@@ -450,9 +462,9 @@ def test_the_rebuilt_branch_has_the_kept_difference(h: int, w: int) -> None:
 
 # Values and parameters with which a policy skips steps of a random network.
 POLICY_FLAGS: dict[str, tuple[str, ...]] = {
-    "first_block": ("--step_cache=first_block", "--step_cache_threshold=0.6"),
-    "tea": ("--step_cache=tea", "--step_cache_coefficients=1,0", "--step_cache_threshold=1"),
-    "easy": ("--step_cache=easy", "--step_cache_threshold=2"),
+    "first_block": ("--step_cache=first_block:threshold=0.6",),
+    "tea": ("--step_cache=tea:coefficients=1,0,threshold=1",),
+    "easy": ("--step_cache=easy:threshold=2",),
     "steps": ("--step_cache=steps:0-3,9,15-19",),
 }
 
@@ -525,7 +537,7 @@ def test_the_documents_name_each_policy() -> None:
     lines = (Path(__file__).parents[2] / "docs" / "step_caches.md").read_text().splitlines()
     for row in POLICIES.values():
         (line,) = (line for line in lines if line.startswith(f"| `{row.value}` | {row.help}"))
-        for name in {*row.parameters} - {"step_cache_warmup", "step_cache_order"}:
-            assert f"`--{name}`" in line, row.value
-        if row.default_threshold is not None:
-            assert f"`--step_cache_threshold` ({row.default_threshold:g}" in line
+        for name in {*row.parameters} - {"warmup", "order", "force", "list"}:
+            assert f"`{name}`" in line, row.value
+        if "threshold" in row.parameters:
+            assert f"`threshold` ({row.parameters['threshold'].default:g}" in line

@@ -139,7 +139,7 @@ def test_kept_weights(
     path = save_pairs(loras / "x.safetensors", weights, LINEARS)
     arguments = [*TASK, *SINGLE_STEP, "--offload_model", "block"]
     merged = generate_quick_latents(folder, *arguments, "--lora", str(path))
-    flags = ["--lora_folder", str(loras), "--video_lora", "x", "--fp8_weights", "keep"]
+    flags = ["--lora_folder", str(loras), "--video_lora", "x", "--stored_weights", "keep"]
     run, pipeline = build_quick_pipeline(folder, *arguments, *flags)
     separate, plain = generate(pipeline, run), pipeline.generate_latents(run.params)
     assert isinstance(pipeline.experts.get("dit").get_submodule(LINEARS[0]), WeightOnlyLinear)

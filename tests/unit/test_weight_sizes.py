@@ -72,7 +72,7 @@ def test_fp8_weights_with_scales_of_blocks(tiny: Any, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "t2v-1.3B"))
     file = folder / "diffusion_pytorch_model.safetensors"
     save_file(quantise_state(load_file(file), "row blocks")[0], file)
-    run = plan_run("t2v-1.3B", folder, "--fp8_weights", "keep")
+    run = plan_run("t2v-1.3B", folder, "--stored_weights", "keep")
     network = build_meta_dit(run)
     install_weight_only_linears(run.setup, "dit", "cuda", network, torch.bfloat16)
     assert weight_sizes.sum_dit_weights(run.setup, "cuda", 1).allocated == count_bytes([network])

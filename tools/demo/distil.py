@@ -72,7 +72,7 @@ def add_lora(model: Any, expert: str, rank: int) -> Any:
 
 
 def load_teacher() -> Any:
-    return WanT2V("t2v-A14B", DEMO, precision="fp32", text_kv_cache=False)
+    return WanT2V("t2v-A14B", DEMO, precision="fp32")
 
 
 def encode_prompts(model: Any, texts: list[str]) -> list[Tensor]:
@@ -158,7 +158,7 @@ def export_lora(state: Path, out: Path) -> None:
 def score_distilled(folder: Path) -> None:
     """Prints a table of few steps, distilled or not, the teacher's steps, and step caches."""
     usual: dict[str, Any] = {"shift": 12.0, "guide_scale": GUIDANCE}
-    cached = {"step_cache": "first_block", "step_cache_threshold": 0.2}
+    cached = {"step_cache": "first_block:threshold=0.2"}
     compared: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "40 steps": ({}, {**usual, "sampling_steps": 40}),
         "20 steps": ({}, {**usual, "sampling_steps": 20}),

@@ -98,7 +98,7 @@ class AttentionCall:
         q, k, _ = self.qkv
         if min(q.shape[1], k.shape[1]) < self.row.min_rows:
             raise InputError(f"it needs {self.row.min_rows} rows or more")
-        attention = replace(Attention(), **{self.row.flag: self.row.name})  # type: ignore[arg-type]
+        attention = Attention(attention_backend=self.row.name)
         kernel = registry.make_dense_kernel(attention, Target(self.bench.device, HEAD, q.dtype))
         if with_lse and not kernel.can_return_lse:
             raise InputError("it returns no log-sum-exp; rings gather keys and values")

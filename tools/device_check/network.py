@@ -145,7 +145,7 @@ def make_case(bench: Bench) -> Case:
     """Makes the case: the 14B at 720p x 81 frames in bfloat16; on a CPU the 1.3B, small."""
     preset = PRESETS["t2v-A14B" if bench.large else "t2v-1.3B"]
     kind, name = bench.device.type, bench.device.capabilities.name
-    execution = Execution(device=kind, precision="bf16", text_kv_cache=False)
+    execution = Execution(device=kind, precision="bf16")
     chip = name if name in CHIPS else None
     setup = Setup(
         preset, make_reference_checkpoint(preset), execution, Parallel(), Attention(), chip=chip

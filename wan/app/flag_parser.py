@@ -24,6 +24,7 @@ from wan.settings.execution import OFFLOAD_MODEL
 from wan.settings.fields import Option, list_options
 from wan.settings.flags import FOREIGN_NAMES, GROUPS
 from wan.settings.layers import Layer, read_layer
+from wan.settings.removed import refuse_removed
 from wan.settings.values import switch
 
 _TTS = (
@@ -81,8 +82,10 @@ def parse_flags(argv: Sequence[str] | None = None) -> Layer:
     arguments = list(sys.argv[1:] if argv is None else argv)
     for argument in arguments:
         name = argument.removeprefix("--").split("=")[0]
-        if argument.startswith("--") and name in UNSUPPORTED_FLAGS:
-            raise InputError(f"`{name}`", why=f"is not available: {UNSUPPORTED_FLAGS[name]}")
+        if argument.startswith("--"):
+            refuse_removed(name)
+            if name in UNSUPPORTED_FLAGS:
+                raise InputError(f"`{name}`", why=f"is not available: {UNSUPPORTED_FLAGS[name]}")
     program = Path(sys.argv[0]).name
     if {"-h", "--help"} & {*arguments}:
         _make_flag_parser(program, show_all="all" in arguments).print_help()
@@ -111,8 +114,7 @@ def _make_flag_parser(program: str, show_all: bool = True) -> Parser:
             argument_options = _make_argument_options(name, flag)
             if not show_all and not flag.common:
                 argument_options["help"] = argparse.SUPPRESS
-            names = [f"--{flag_name}" for flag_name in (name, flag.alias) if flag_name is not None]
-            group.add_argument(*names, dest=name, **argument_options)
+            group.add_argument(f"--{name}", **argument_options)
     return parser
 
 

@@ -1,10 +1,10 @@
 """Prompt extension: a language model adds the detail that a short prompt leaves out.
 
-"dashscope" calls Alibaba's service and falls back to the original prompt, with a warning, if the
-service does not answer. "local_qwen" runs a transformers model on this machine, and raises
-InputError if that is not possible. The model gets a system text per purpose and language, a short
-user message and optionally a small image. Torch, transformers and dashscope are imported only when
-used.
+"dashscope" asks a service with OpenAI's chat completions, by default Alibaba's, and falls back to
+the original prompt, with a warning, if the service does not answer. "local_qwen" runs a
+transformers model on this machine, and raises InputError if that is not possible. The model gets a
+system text per purpose and language, a short user message and optionally a small image. Torch and
+transformers are imported only when used.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from __future__ import annotations
 import base64
 import gc
 import io
+import json
 import math
 import os
 import textwrap
 import time
 from dataclasses import dataclass
+from http.client import HTTPException
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.request import Request, urlopen
 
 from wan.settings.command import PromptExtension
 from wan.settings.errors import InputError
@@ -39,6 +41,7 @@ LOCAL_MODELS = {
 }
 
 _MAX_NEW_TOKENS = 512
+_SERVICE = "https://dashscope.aliyuncs.com/compatible-mode/v1"
 _TRIES = 4
 _PAUSE_S = 1.0  # times the number of failed tries, for an overloaded service
 _TIMEOUT_S = 60  # of one try; the other ranks wait for --dist_timeout, 30 minutes
@@ -135,28 +138,35 @@ class _NoAnswerError(Exception):
     """The model gave no text, although the request was valid."""
 
 
-def check_prompt_extension(settings: PromptExtension, has_image: bool) -> None:
+def check_prompt_extension(settings: PromptExtension) -> None:
     """Checks that prompt extension can run, without importing heavy packages.
 
-    Logs the model that will be downloaded, if any.
-
     Raises:
-        InputError: A package is not installed, DASH_API_KEY is missing, DASH_API_URL is malformed,
-            a model folder is missing or has no config.json, or the model hub does not answer.
+        InputError: transformers is not installed, DASH_API_KEY is missing, DASH_API_URL is
+            malformed, or a model folder is missing or has no config.json.
     """
-    method, model = settings.prompt_extend_method, settings.prompt_extend_model
+    model = settings.prompt_extend_model
     if model is not None and not model.strip():
         raise InputError("`prompt_extend_model` is empty; name a model or drop the flag.")
-    package = "dashscope" if method == "dashscope" else "transformers"
-    if find_spec(package) is None:
+    if settings.prompt_extend_method == "dashscope":
+        _read_service_access()
+    elif find_spec("transformers") is None:
         raise InputError(
-            f"Prompt extension with {method} needs the package {package}, which is not "
-            f"installed; run 'pip install {package}' or choose another `prompt_extend_method`."
+            "Prompt extension with local_qwen needs the package transformers, which is not "
+            "installed; run 'pip install transformers' or choose another `prompt_extend_method`."
         )
-    if method == "dashscope":
-        _read_dashscope_access()
-        return
-    _check_local_model(model, has_image)
+    elif model is not None and model not in LOCAL_MODELS:  # a folder or a hub id
+        folder = expand_home("`prompt_extend_model`", model)
+        if not folder.exists() and model.startswith((".", "/", "~")):
+            raise InputError(
+                f"The prompt extension model folder {model!r} does not exist; give an existing "
+                f"folder, a hub id or one of {', '.join(LOCAL_MODELS)} with `prompt_extend_model`."
+            )
+        if folder.exists() and not (folder / "config.json").is_file():
+            raise InputError(
+                f"The prompt extension model {model!r} has no config.json; "
+                "give the folder of a transformers model with `prompt_extend_model`."
+            )
 
 
 def rewrite_prompt(
@@ -184,43 +194,11 @@ def rewrite_prompt(
     question = _make_question(prompt, image, settings.prompt_extend_target_lang)
     try:
         if settings.prompt_extend_method == "dashscope":
-            return _query_dashscope(question, model, seed)
+            return _query_service(question, model, seed)
         return _query_local_model(question, model, seed, device)
     except _NoAnswerError as failure:
         logger.warning("Prompt extension failed, the original prompt is used: %s.", failure)
         return prompt
-
-
-def _check_local_model(model: str | None, has_image: bool) -> None:
-    """Checks that a local model is a folder, in the cache, or on the model hub."""
-    if model is not None and model not in LOCAL_MODELS:  # a folder or a hub id
-        folder = expand_home("`prompt_extend_model`", model)
-        if not folder.exists() and model.startswith((".", "/", "~")):
-            raise InputError(
-                f"The prompt extension model folder {model!r} does not exist; give an existing "
-                f"folder, a hub id or one of {', '.join(LOCAL_MODELS)} with `prompt_extend_model`."
-            )
-        if folder.exists() and not (folder / "config.json").is_file():
-            raise InputError(
-                f"The prompt extension model {model!r} has no config.json; "
-                "give the folder of a transformers model with `prompt_extend_model`."
-            )
-    source = _find_model_source(model, has_image)
-    if Path(source).exists():
-        return
-    import huggingface_hub
-
-    try:
-        if huggingface_hub.try_to_load_from_cache(source, "config.json"):
-            return
-        logger.info("Prompt extension fetches %s from the model hub.", source)
-        # Fail early: transformers would retry for half a minute.
-        huggingface_hub.HfApi().model_info(source, timeout=10)
-    except Exception as error:  # unknown hub id, no network, ...
-        raise InputError(
-            f"The prompt extension model {source} is not on this machine, and the model hub does "
-            "not provide it; give the local folder of an Instruct model with `prompt_extend_model`."
-        ) from error
 
 
 def _find_model_source(model: str | None, has_image: bool) -> str:
@@ -252,8 +230,7 @@ def _make_question(prompt: str, image: Image | None, lang: str) -> Question:
     if not prompt:
         return Question(f"{_TASK['describe', lang]}\n{_RULES[lang]}", describe_text, image)
     purpose = "text" if image is None else "image"
-    # The label before the prompt marks it as material, and keeps the dashscope client from
-    # uploading a local file whose name equals the prompt.
+    # The label before the prompt marks it as material.
     system = f"{_TASK[purpose, lang]}\n{_KEEP[lang]}{_RULES[lang]}"
     return Question(system, request_format.format(prompt), image)
 
@@ -263,65 +240,51 @@ def _make_messages(system: Any, user: Any) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
-def _read_dashscope_access() -> dict[str, str]:
+def _read_service_access() -> tuple[str, str]:
     """Returns the API key and address of the service from the environment."""
-    key, url = os.environ.get("DASH_API_KEY", ""), os.environ.get("DASH_API_URL", "")
+    key, url = os.environ.get("DASH_API_KEY", ""), os.environ.get("DASH_API_URL", "") or _SERVICE
     if not key:
         raise InputError(
             "Prompt extension with dashscope needs an API key; set the environment variable "
             "DASH_API_KEY or use `prompt_extend_method=local_qwen`."
         )
-    if url and not url.startswith(("http://", "https://")):
+    if not url.startswith(("http://", "https://")):
         raise InputError(
             f"DASH_API_URL is {url!r}; give an address that starts with https:// or unset it."
         )
-    return {"api_key": key, "base_address": url} if url else {"api_key": key}
+    # The official code's address is that of Alibaba's own protocol.
+    return key, url.rstrip("/").replace("aliyuncs.com/api/v1", "aliyuncs.com/compatible-mode/v1")
 
 
-def _query_dashscope(question: Question, model: str | None, seed: int) -> str:
+def _query_service(question: Question, model: str | None, seed: int) -> str:
     """Calls the service up to `_TRIES` times; raises _NoAnswerError with the last reason."""
-    from dashscope.common.error import DashScopeException
-
     model = model or ("qwen-plus" if question.image is None else "qwen-vl-max")
-    # Errors of the client and the network (OSError), a reply that is not JSON (ValueError), and a
-    # reply with missing fields (the others).
-    error_types = (DashScopeException, OSError, ValueError, TypeError, LookupError, AttributeError)
+    user: Any = question.user
+    if question.image is not None:
+        file = io.BytesIO()
+        question.image.save(file, "PNG")  # at most 0.8 MB, within the service's limit
+        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        user = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": user}]
+    # Some versions of the service reject seeds of more than 31 bits.
+    body = {"model": model, "messages": _make_messages(question.system, user), "seed": seed % 2**31}
+    key, address = _read_service_access()
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = Request(f"{address}/chat/completions", json.dumps(body).encode(), headers)
+    # Errors of the network (OSError), a reply that is not JSON (ValueError), and one without its
+    # fields (the others).
+    error_types = (OSError, HTTPException, ValueError, TypeError, LookupError, AttributeError)
     reason = ""
     for attempt in range(_TRIES):
         time.sleep(_PAUSE_S * attempt)
         try:
-            return _call_dashscope(question, model, seed)
+            with urlopen(request, timeout=_TIMEOUT_S) as reply:
+                return _strip_answer(json.load(reply)["choices"][0]["message"]["content"])
         except _NoAnswerError as error:
             reason = str(error)
         except error_types as error:
             reason = f"{type(error).__name__}: {error}"
     reason = textwrap.shorten(reason, 200)
-    raise _NoAnswerError(f"dashscope model {model!r} failed {_TRIES} times, at last {reason}")
-
-
-def _call_dashscope(question: Question, model: str, seed: int) -> str:
-    import dashscope
-
-    # Some versions of the service reject seeds of more than 31 bits.
-    options = {**_read_dashscope_access(), "seed": seed % 2**31, "request_timeout": _TIMEOUT_S}
-    if question.image is None:
-        chat = _make_messages(question.system, question.user)
-        reply = dashscope.Generation.call(model, messages=chat, result_format="message", **options)
-    else:
-        file = io.BytesIO()
-        question.image.save(file, "PNG")  # at most 0.8 MB, within the service's limit
-        uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-        chat = _make_messages(
-            [{"text": question.system}], [{"image": uri}, {"text": question.user}]
-        )
-        reply = dashscope.MultiModalConversation.call(model, messages=chat, **options)
-    if reply.status_code != 200:
-        raise _NoAnswerError(f"status {reply.status_code}, {reply.code}: {reply.message}")
-    content = reply.output.choices[0].message.content
-    # The vision service returns a list of parts, the text service a string.
-    return _strip_answer(
-        content if isinstance(content, str) else "".join(x["text"] for x in content)
-    )
+    raise _NoAnswerError(f"model {model!r} of {address} failed {_TRIES} times, at last {reason}")
 
 
 def _strip_answer(text: str) -> str:

@@ -19,11 +19,12 @@ from wan.checkpoint.headers import read_json, read_safetensors_metadata
 from wan.checkpoint.lora_folder import make_video_lora_record
 from wan.media.video_writer import read_latents_shape
 from wan.pipeline.setup import Setup
-from wan.settings import noise_schedule, step_cache
+from wan.settings import noise_schedule
 from wan.settings.command import Output
 from wan.settings.errors import InputError, make_file_naming
 from wan.settings.flags import FLAGS
 from wan.settings.layers import Layer, read_layer
+from wan.settings.removed import update_record
 from wan.settings.rules import Values
 from wan.tasks.base import VideoParams
 from wan.utils import env, log, system
@@ -78,7 +79,7 @@ def _read_record(path: Path, settings: Any) -> Layer:
     for name in settings:
         if name in FLAGS and not FLAGS[name].record:
             raise InputError(f"{path}: {name}", why="is not part of a record", remedy="remove it")
-    return read_layer(settings, str(path), make_file_naming(path), "record")
+    return read_layer(update_record(settings), str(path), make_file_naming(path), "record")
 
 
 def record_settings(
@@ -86,7 +87,6 @@ def record_settings(
 ) -> dict[str, Any]:
     """Returns all settings that are needed to repeat the video, by flag name."""
     settings: dict[str, Any] = {**vars(setup.execution), **vars(setup.attention)}
-    settings |= step_cache.get_changed_parameters(setup.cache)
     settings["step_cache"] = setup.cache.step_cache
     # With `decode_latents`, the settings of denoising are in `values`, but not in `setup`.
     settings |= {**values, **vars(params), **vars(output)}

@@ -147,8 +147,7 @@ def resolve_video(context: ResolveContext, *layers: Layer) -> Run:
             if run.prompt_extension is not None and env.rank() == 0:
                 from wan.app import prompt_extend
 
-                has_image = run.inputs.image is not None
-                prompt_extend.check_prompt_extension(run.prompt_extension, has_image)
+                prompt_extend.check_prompt_extension(run.prompt_extension)
             if plan:
                 run.setup.check_plan()
             else:

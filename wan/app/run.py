@@ -15,6 +15,7 @@ from wan.pipeline.setup import Setup
 from wan.settings.command import Loras, Output, PlanOptions, PromptExtension
 from wan.settings.fields import list_options
 from wan.settings.flags import FLAGS
+from wan.settings.removed import update_record
 from wan.settings.rules import Values
 from wan.settings.values import read_image_files, read_path
 from wan.tasks.base import Inputs, VideoParams
@@ -175,7 +176,7 @@ class Run:
         digests: dict[str, Any] = {
             "--ckpt_dir": compute_fingerprint(setup.checkpoint.list_files()),
             "--quant_dit_path": quantized_dit and compute_fingerprint(quantized_dit.list_files()),
-            "--step_cache_curve": setup.policy and setup.policy.content,
+            "--step_cache": setup.policy and setup.policy.content,
             "--lora": {
                 name: [(file.strength, compute_fingerprint([file.path])) for file in lora_files]
                 for name, lora_files in setup.loras.items()
@@ -200,6 +201,8 @@ def list_changed_settings(current: Values, stored: Values) -> list[str]:
 
     A setting that an earlier version did not store, since it did not have it, counts as default.
     """
+
+    stored = update_record(stored)
 
     def differs(name: str) -> bool:
         value = current.get(name)

@@ -62,7 +62,7 @@ class EasyCache(Cache):
 
     def __init__(self, policy: Policy, sync_branches: bool = False) -> None:
         super().__init__(policy, sync_branches)
-        self._threshold = policy.settings.threshold
+        self._threshold = policy.parameters["threshold"]
         self._start_expert("")
 
     def _start_expert(self, expert: str) -> None:

@@ -31,7 +31,7 @@ CURVE_KIND = make_json_kind(
     "a curve of tools/calibrate_mag.py", "task", "sample_shift", "steps", "ratios"
 )
 _PUBLISHED = Path(__file__).with_name("magcache_curves.json")
-_REMEDY = "make a curve with tools/calibrate_mag.py and give it with `step_cache_curve`"
+_REMEDY = "make a curve with tools/calibrate_mag.py and give it with `step_cache=mag:curve=FILE`"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Mag(ResidualPolicy):
     """The rule of MagCache's authors for Wan2.2, with a curve of the run's task.
 
     Attributes:
-        curve: Of `step_cache_curve` or of the checkpoint; None: the published curve.
+        curve: Of the parameter curve or of the checkpoint; None: the published curve.
     """
 
     requires_shift = True
@@ -120,8 +120,8 @@ class Mag(ResidualPolicy):
     def __init__(self, settings: StepCache, preset: Preset, folder: Path | None = None) -> None:
         super().__init__(settings, preset, folder)
         self.curve, checkpoint_curve = None, None if folder is None else folder / CURVE_FILE
-        if settings.step_cache_curve is not None:
-            self.curve = read_curve(settings.step_cache_curve)
+        if self.parameters["curve"] is not None:
+            self.curve = read_curve(self.parameters["curve"])
         elif checkpoint_curve is not None and has_file(checkpoint_curve):
             self.curve = read_curve(checkpoint_curve)
         elif load_published_curve(preset.task, with_image=False) is None:
@@ -135,7 +135,7 @@ class Mag(ResidualPolicy):
             raise InputError(
                 self.curve.origin,
                 why=f"was made for {self.curve.task}, not for {preset.task}",
-                remedy="give another `step_cache_curve`",
+                remedy="give another one",
             )
         self.content = self.curve and self.curve.ratios
 
@@ -182,7 +182,7 @@ class Mag(ResidualPolicy):
             experts: For each step.
             branch: "cond" or "uncond".
         """
-        settings, retention = self.settings, self.settings.step_cache_retention
+        parameters, retention = self.parameters, self.parameters["retention"]
         # The authors count calls, of which a step has two, and truncate some of the bounds.
         num_calls = 2 * len(experts)
         high_calls = 2 * sum(expert == "high_noise" for expert in experts)
@@ -202,7 +202,7 @@ class Mag(ResidualPolicy):
                 product *= ratio
                 skips += 1
                 error += abs(1 - product)
-                is_skipped = error < settings.threshold and skips <= settings.step_cache_max_skip
+                is_skipped = error < parameters["threshold"] and skips <= parameters["max_skip"]
                 if not is_skipped:
                     product, error, skips = 1.0, 0.0, 0
             computed.append(not is_skipped)

@@ -48,6 +48,7 @@ class Policy(ABC):
         decides_per_step: The masks are a minimum: a run also computes each step before which the
             residual of the first blocks has changed by more than the threshold.
         requires_shift: Valid only for the noise schedule of `sample_shift`.
+        parameters: Parameters of the policy, by name.
         content: Data, not settings, that must be equal on all ranks; None: no data.
     """
 
@@ -59,7 +60,7 @@ class Policy(ABC):
 
     def __init__(self, settings: StepCache, preset: Preset, folder: Path | None = None) -> None:
         """Subclasses refuse parameters that do not fit the task or the checkpoint folder."""
-        self.settings, self.preset = settings, preset
+        self.settings, self.preset, self.parameters = settings, preset, settings.parameters
 
     @abstractmethod
     def select_steps(
@@ -70,12 +71,12 @@ class Policy(ABC):
     def check_params(self, params: VideoParams) -> tuple[str, ...]:
         """Returns notices about a video; refuses it if its steps or guidance do not fit."""
         num_steps = len(params.step_range)
-        if num_steps < MIN_STEPS and not self.settings.step_cache_force:
+        if num_steps < MIN_STEPS and not self.parameters["force"]:
             raise InputError(
                 "`step_cache`",
                 self.settings.policy,
                 f"with {num_steps} steps: so few are too far apart for one to replace another",
-                "drop it, give more `sample_steps`, or add `step_cache_force`",
+                "drop it, give more `sample_steps`, or add its parameter force=true",
             )
         return ()
 
@@ -87,8 +88,8 @@ class Policy(ABC):
     ) -> StepLists | None:
         """Returns the steps that a run computes: those of the policy's rule and forced ones.
 
-        The first step of each expert has nothing to reuse. `step_cache_warmup` forces further first
-        steps, and the last step, of each expert.
+        The first step of each expert has nothing to reuse. The parameter warmup forces further
+        first steps, and the last step, of each expert.
 
         Args:
             sync_branches: Both guidance branches compute the same steps, because different ranks
@@ -102,8 +103,7 @@ class Policy(ABC):
         schedule = make_noise_schedule(params)
         first = max(schedule.first_step, make_guider(params).num_zero_steps)
         left_out, experts = (False,) * first, schedule.experts[first - schedule.first_step :]
-        has_warmup = "step_cache_warmup" in POLICIES[self.settings.policy].parameters
-        warmup = self.settings.step_cache_warmup if has_warmup else 0
+        warmup = self.parameters.get("warmup", 0)
         # A step with other skipped blocks than the one before has nothing to reuse.
         skipped_blocks = [select_skipped_blocks(params, first + i) for i in range(len(experts))]
         is_switch = [False, *map(ne, skipped_blocks[1:], skipped_blocks)]
@@ -121,7 +121,7 @@ class Policy(ABC):
         """Describes the computed steps in one line, for a plan; arguments as for `list_steps`."""
         step_lists, name = self.list_steps(params, sync_branches), self.settings.policy
         if self.decides_per_step:
-            threshold = self.settings.threshold
+            threshold = self.parameters["threshold"]
             return f"Step cache {name}: decided in the run, by threshold {threshold:g}"
         if step_lists is None:
             return f"Step cache {name}: steps depend on the weights and are chosen after loading"

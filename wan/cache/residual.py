@@ -60,7 +60,7 @@ class ListedSteps(ResidualPolicy):
     num_first_blocks = 1
 
     def check_params(self, params: VideoParams) -> tuple[str, ...]:
-        notices, last = super().check_params(params), max(self.settings.argument)
+        notices, last = super().check_params(params), max(self.parameters["list"])
         if last >= params.num_forwards:
             raise InputError(
                 "`step_cache=steps:`",
@@ -73,7 +73,7 @@ class ListedSteps(ResidualPolicy):
     def select_steps(
         self, params: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists:
-        listed = self.settings.argument
+        listed = self.parameters["list"]
         return dict.fromkeys(BRANCHES, tuple(s in listed for s in range(params.num_forwards)))
 
 
@@ -105,7 +105,7 @@ class ResidualCache(Cache):
         super().__init__(policy, sync_branches)
         self._all_agree = all_agree or decide_locally
         self._num_first_blocks = policy.num_first_blocks
-        self._settings, self._decides_per_step = policy.settings, policy.decides_per_step
+        self._parameters, self._decides_per_step = policy.parameters, policy.decides_per_step
         self._entries: dict[tuple[str, int], _CachedResidual] = {}
 
     def cached_bytes(self) -> int:
@@ -155,7 +155,7 @@ class ResidualCache(Cache):
             if is_reused:
                 assert entry.first_change is not None
                 sums = measure_change(first_change, entry.first_change, num_valid)
-                is_reused = self._all_agree(sums, self._settings.threshold)
+                is_reused = self._all_agree(sums, self._parameters["threshold"])
             entry.first_change = entry.first_change if is_reused else first_change
 
         def distance() -> float | None:  # of all ranks: `AllAgree` sums in place
@@ -169,7 +169,7 @@ class ResidualCache(Cache):
             if entry.slope is not None:
                 x_BLC.add_(entry.slope, alpha=step.index - entry.step)
             return x_BLC
-        previous_residual = entry.residual if self._settings.step_cache_order else None
+        previous_residual = entry.residual if self._parameters["order"] else None
         entry.residual = None
         x_before = x_BLC.clone()
         x_BLC = yield from blocks(x_BLC, self._num_first_blocks, None)

@@ -37,15 +37,16 @@ class Tea(ResidualPolicy):
 
     def __init__(self, settings: StepCache, preset: Preset, folder: Path | None = None) -> None:
         super().__init__(settings, preset, folder)
-        if settings.step_cache_coefficients is None and preset.task not in PUBLISHED_COEFFICIENTS:
+        coefficients = self.parameters["coefficients"]
+        if coefficients is None and preset.task not in PUBLISHED_COEFFICIENTS:
             raise InputError(
                 "`step_cache`",
                 "tea",
                 f"has no published coefficients for {preset.task} (there are for "
                 f"{', '.join(PUBLISHED_COEFFICIENTS)})",
-                "give `step_cache_coefficients`, or use `step_cache=mag`",
+                "give `step_cache=tea:coefficients=...`, or use `step_cache=mag`",
             )
-        self._polynomial = settings.step_cache_coefficients or PUBLISHED_COEFFICIENTS[preset.task]
+        self._polynomial = coefficients or PUBLISHED_COEFFICIENTS[preset.task]
 
     def select_steps(
         self, params: VideoParams, compute_changes: ComputeChanges | None
@@ -67,7 +68,7 @@ class Tea(ResidualPolicy):
         computed, total = [True], 0.0
         for change in changes[1:]:
             total += reduce(lambda value, c: value * change + c, self._polynomial, 0.0)
-            computed.append(total >= self.settings.threshold)
+            computed.append(total >= self.parameters["threshold"])
             total = 0.0 if computed[-1] else total
         computed[-1] = True
         return tuple(computed)

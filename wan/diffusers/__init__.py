@@ -35,9 +35,10 @@ from wan.distributed import mesh
 from wan.settings.attention import Attention
 from wan.settings.execution import Execution
 from wan.settings.fields import list_options
-from wan.settings.flags import DIFFUSERS_NAMING, FLAGS
+from wan.settings.flags import DIFFUSERS_NAMING
 from wan.settings.layers import merge, read_constructor
 from wan.settings.parallel import Parallel
+from wan.settings.removed import refuse_removed
 from wan.settings.step_cache import StepCache
 from wan.utils.log import logger
 
@@ -101,19 +102,23 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
 
     Args:
         policy: As --step_cache; "none" removes the cache.
-        **parameters: Flags of the step cache without `step_cache_`: threshold, warmup, ...
+        **parameters: Parameters of the policy (threshold, warmup, ...), which may also follow its
+            name; and start_step, end_step, attentioncache_interval.
 
     Raises:
         InputError: As the command line. A policy that does not fit the steps or the guidance of a
             video is refused when the pipeline is called.
     """
     with name_settings(DIFFUSERS_NAMING):
-        flags: dict[str, Any] = {"step_cache": policy}
-        for name, value in parameters.items():
-            flag = name if name in FLAGS else f"step_cache_{name}"
-            if flag not in CACHE_FLAGS:
-                raise InputError(f"{name} is no parameter of a step cache; remove it.")
-            flags[flag] = value
+        flags = {name: value for name, value in parameters.items() if name in CACHE_FLAGS}
+        texts = [
+            f"{name}={','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+            for name, value in parameters.items()
+            if name not in CACHE_FLAGS
+        ]
+        flags["step_cache"] = policy
+        if texts:
+            flags["step_cache"] += ("," if ":" in policy else ":") + ",".join(texts)
         values = dict(merge(read_constructor(flags, DIFFUSERS_NAMING)))
         previous = hooks.get_session(_get_networks(pipe, allow_hooks=True))
         if previous is not None and previous.pipe is None:
@@ -166,6 +171,7 @@ def _drop_unused_parallel(values: dict[str, Any]) -> dict[str, Any]:
 
 def _load_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name in settings.keys() - KEYWORDS:
+        refuse_removed(name)
         raise InputError(f"{name} is no keyword here; there are {', '.join(sorted(KEYWORDS))}.")
     return dict(merge(read_constructor(settings, DIFFUSERS_NAMING)))
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_ETA, _MOMENTUM, _THRESHOLD = 0.0, 0.0, 0.0  # the paper's momentum of -0.5 harms with few steps
 _MIN_STEPS = 9  # from which on the first step has velocity 0 by default: with few it harms
 
 
@@ -60,7 +59,8 @@ class CfgZeroStar(Guider):
 
     @property
     def num_zero_steps(self) -> int:
-        params, num_steps = self.params, self.params.zero_init_steps
+        params = self.params
+        num_steps = params.guider_parameters["zero_init_steps"]
         if num_steps is None:
             num_steps = int(params.sample_steps >= _MIN_STEPS)
         return num_steps * SOLVERS[params.sample_solver].forwards_per_step
@@ -80,11 +80,9 @@ class AdaptiveProjected(Guider):
 
     def __init__(self, params: VideoParams) -> None:
         super().__init__(params)
-        values = (params.apg_eta, params.apg_momentum, params.apg_threshold)
-        self._eta, self._momentum, self._threshold = (
-            default if value is None else value
-            for value, default in zip(values, (_ETA, _MOMENTUM, _THRESHOLD), strict=True)
-        )
+        parameters = params.guider_parameters
+        self._eta, self._momentum = parameters["eta"], parameters["momentum"]
+        self._threshold = parameters["threshold"]
         self._update: Tensor | None = None
 
     def to(self, device: torch.device) -> None:
@@ -111,11 +109,11 @@ class AdaptiveProjected(Guider):
 
 def make_guider(params: VideoParams) -> Guider:
     """Makes the guider of a video or clip."""
-    guider: Guider = resolve_name(GUIDERS[params.guider].factory)(params)
+    guider: Guider = resolve_name(GUIDERS[params.guider_name].factory)(params)
     return guider
 
 
 def select_skipped_blocks(params: VideoParams, step: int) -> tuple[int, ...]:
     """Returns the blocks that the unconditional branch skips in a step (skip-layer guidance)."""
     start, stop = (share * params.num_forwards for share in params.slg_range)
-    return params.slg_blocks or () if start <= step < stop else ()
+    return params.skipped_blocks if start <= step < stop else ()

@@ -12,7 +12,6 @@ from wan.settings.guidance import Guidance
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ALPHA, _TAU = 0.25, 2.5  # of the authors
 _NUM_ROWS = 8192  # tokens that are combined at once in float32
 
 
@@ -24,11 +23,10 @@ class NormalizedAttention:
     """
 
     def __init__(self, settings: Guidance) -> None:
-        assert settings.nag_scale is not None
-        self.scale = settings.nag_scale
-        self.tau = _TAU if settings.nag_tau is None else settings.nag_tau
-        self.alpha = _ALPHA if settings.nag_alpha is None else settings.nag_alpha
-        self.norm_order = 2 if settings.nag_norm == "l2" else 1
+        parameters = settings.nag_parameters
+        self.scale, self.tau = parameters["scale"], parameters["tau"]
+        self.alpha = parameters["alpha"]
+        self.norm_order = 2 if parameters["norm"] == "l2" else 1
 
     def __call__(self, positive_BLND: Tensor, negative_BLND: Tensor) -> Tensor:
         """Returns the guided attention output, in the memory of `negative_BLND`.

@@ -115,8 +115,7 @@ def select_kernels(
     if device.type == "npu":
         vendor_ops = make_vendor_ops(fused_op_names, load)
         if attention.fa_freq_cap is not None:
-            cap, restore = attention.fa_freq_cap, attention.fa_freq_restore
-            frequency_cap = load("wan.kernels.npu.clock:FrequencyCap")(cap, restore)
+            frequency_cap = load("wan.kernels.npu.clock:FrequencyCap")(*attention.fa_freq_cap)
     elif fused_op_names:
         min_elements = MIN_ELEMENTS if attention.fused_ops == ("auto",) else 0
         compiled_ops = load("wan.kernels.compiled_ops:CompiledOps")(fused_op_names, min_elements)

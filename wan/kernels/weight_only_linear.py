@@ -222,4 +222,4 @@ def check_fp8_capability(capability: tuple[int, int]) -> None:
     """Refuses the compute capability of a GPU without FP8 products."""
     if capability < _MIN_CAPABILITY:
         why = f"needs compute capability 8.9; this GPU has {capability[0]}.{capability[1]}"
-        raise InputError("`fp8_weights=multiply`", None, why, "use `fp8_weights=keep`")
+        raise InputError("`stored_weights=multiply`", None, why, "use `stored_weights=keep`")

@@ -29,7 +29,7 @@ from wan.checkpoint.load import (
     open_sources,
 )
 from wan.checkpoint.merge_lora import merge_loras
-from wan.checkpoint.tensor_info import E4M3
+from wan.checkpoint.tensor_info import E4M3, FP8, GGUF
 from wan.device import Device
 from wan.kernels.interfaces import Target
 from wan.kernels.registry import SelectedKernels, make_dense_kernel, select_kernels
@@ -53,7 +53,7 @@ from wan.pipeline.pipeline import (
     Pipeline,
     run_locally,
 )
-from wan.pipeline.setup import UNCONVERTED_DTYPES, Setup
+from wan.pipeline.setup import Setup
 from wan.pipeline.vae_runner import MakeRows, VaeRunner
 from wan.pipeline.video_loras import VideoLoraLoader
 from wan.settings.attention_modes import count_heads_per_chunk
@@ -206,12 +206,12 @@ def _log_setup(setup: Setup, device: Device, selected: SelectedKernels) -> None:
     network = f"{precision}, {layers} x {checkpoint.num_heads} heads"
     logger.info("%s checkpoint, %s, %s", checkpoint.folder_format, device.name(), network)
     logger.info("%s", describe_attention(setup, selected))
-    for name, kinds in UNCONVERTED_DTYPES.items():
+    for name, kinds in {"FP8": FP8, "GGUF": GGUF}.items():
         if stored_dtypes := setup.checkpoint_dtypes & {*kinds}:
             dtypes = stored_dtypes & setup.unconverted_dtypes(device.type)
             usage = "kept, upcast when used" if dtypes else "upcast once"
             usage = "kept, products in FP8" if E4M3 in dtypes and setup.multiplies_fp8 else usage
-            logger.info("%s weights: %s", name.removesuffix("_weights").upper(), usage)
+            logger.info("%s weights: %s", name, usage)
     if any(expert.sparse_linear for expert in checkpoint.experts.values()):
         logger.info("Sparse-linear attention (proj_l) is left out; attention is dense.")
     is_large = checkpoint.config["dim"] >= 1024  # not that of the demo
@@ -477,7 +477,7 @@ def build_components(
     expert: str = "dit",
 ) -> ModelComponents:
     """Builds the components of an expert's blocks: attention, kernels, sequence shard, caches."""
-    parallel, caches_text = setup.parallel, setup.execution.text_kv_cache
+    parallel = setup.parallel
     ops = BlockOps(selected.vendor_ops, selected.compiled_ops or run_eager, selected.device_type)
     skip_hooks = (
         (None, None)
@@ -492,7 +492,7 @@ def build_components(
             selected.cross_attention_kernel,
             UnshardedSequence(),
             ops,
-            caches_text,
+            True,
             *skip_hooks,
         )
     from wan.distributed.ring import Ring
@@ -525,7 +525,7 @@ def build_components(
     multiple = setup.attention.row_multiple(parallel.ring_size) if is_sharded else 1
     tokens = ShardedSequence(sequence, multiple, selected.token_order)
     return ModelComponents(
-        make_attention, selected.cross_attention_kernel, tokens, ops, caches_text, *skip_hooks
+        make_attention, selected.cross_attention_kernel, tokens, ops, True, *skip_hooks
     )
 
 

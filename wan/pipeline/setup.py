@@ -31,9 +31,6 @@ from wan.settings.rules import Values
 from wan.settings.step_cache import StepCache
 from wan.tasks.base import Task, VideoParams
 
-UNCONVERTED_DTYPES = {"fp8_weights": FP8, "gguf_weights": tuple(GGUF)}
-"""Setting -> the stored dtypes of weights that it leaves unconverted or upcasts."""
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -104,15 +101,13 @@ class Setup:
             return set()
         # NPUs have no FP8, and unpacking GGUF is not tested on an NPU.
         values = ("keep",) if device == "npu" else ("keep", "auto", MULTIPLY)
-        settings = [name for name in UNCONVERTED_DTYPES if getattr(self.execution, name) in values]
-        return self.checkpoint_dtypes & {
-            dtype for name in settings for dtype in UNCONVERTED_DTYPES[name]
-        }
+        is_kept = self.execution.stored_weights in values
+        return self.checkpoint_dtypes & {*FP8, *GGUF} if is_kept else set()
 
     @property
     def multiplies_fp8(self) -> bool:
         """Whether matrix products with FP8 weights are computed in FP8."""
-        return self.execution.fp8_weights == MULTIPLY
+        return self.execution.stored_weights == MULTIPLY
 
     def exchange_on(self, device: str) -> str:
         """Returns how q, k and v are exchanged on this type of device: "fused" or "split".
@@ -151,10 +146,9 @@ class Setup:
                         tensors[name].dtype in unconverted_dtypes
                     )
                     if is_kept and any(delta.magnitude is not None for delta in deltas):
-                        setting = "gguf_weights" if tensors[name].dtype in GGUF else "fp8_weights"
-                        stored = setting.removesuffix("_weights").upper()
+                        stored = "GGUF" if tensors[name].dtype in GGUF else "FP8"
                         why = f"is a DoRA, which needs {name} in float, but it is kept in {stored}"
-                        raise InputError("LoRA", lora.path, why, f"use `{setting}=upcast`")
+                        raise InputError("LoRA", lora.path, why, "use `stored_weights=upcast`")
 
     def check_plan(self) -> None:
         """Refuses settings that no device matching `device` and `chip` can run."""

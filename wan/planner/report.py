@@ -27,13 +27,10 @@ def print_plan_report(run: Run) -> None:
     planning = run.plan_options
     if planning.link_gbs is not None and planning.nodes is None:
         raise InputError("`link_gbs`", None, "has no effect without `nodes`", "add `nodes`")
-    if planning.host_gbs is not None and run.setup.execution.offload_model != "block":
-        remedy = "add `offload_model=block`"
-        raise InputError("`host_gbs`", None, "has no effect where no blocks are copied", remedy)
     planner = Planner(run.setup, run.params)
     flag_naming = env.make_flag_naming()
     plan_lines = [*map(flag_naming.render, run.notices), *describe_sources(run)]
-    plan_lines += describe_plan(planner, run.settings["task"], planning.host_gbs)
+    plan_lines += describe_plan(planner, run.settings["task"])
     if planning.nodes is not None:
         plan_lines += map(
             flag_naming.render, _describe_placement(planner, planning.nodes, planning.link_gbs)
@@ -58,12 +55,11 @@ def describe_sources(run: Run) -> list[str]:
     return [f"From {source}: {', '.join(texts)}" for source, texts in settings_by_source.items()]
 
 
-def describe_plan(planner: Planner, task: str, host_gbs: float | None = None) -> list[str]:
+def describe_plan(planner: Planner, task: str) -> list[str]:
     """Describes a run line by line.
 
     Args:
         task: The task's name as the user typed it.
-        host_gbs: GB/s of copies from host memory; None if unknown.
     """
     setup, params, parallel = planner.setup, planner.params, planner.setup.parallel
     folder, (width, height) = setup.checkpoint.folder, params.video_size
@@ -98,14 +94,11 @@ def describe_plan(planner: Planner, task: str, host_gbs: float | None = None) ->
     if num_streamed:
         is_bound = setup.execution.resident_blocks is None and planner.device.type != "cpu"
         at_most = "at most " if is_bound else ""  # the run keeps as many blocks resident as fit
-        seconds = (
-            "" if host_gbs is None else f", {total / host_gbs / 1e9:.2f} s at {host_gbs:g} GB/s"
-        )
         blocks, size = _format_count(num_streamed, "block"), _format_bytes(total)
         calls = f" in {_format_count(forwards, 'forward')}"
         if forwards < len(planner.list_branches(parallel)):
             calls = ", once for both guidance branches"
-        lines.append(f"Copied per step: {at_most}{size}, {blocks}{calls}{seconds}")
+        lines.append(f"Copied per step: {at_most}{size}, {blocks}{calls}")
     if upcast_seconds := planner.estimate_upcast_seconds():
         lines.append(f"Dequantized per step: in {upcast_seconds:.2g} s, by the rate of this CPU")
     return [

@@ -31,7 +31,6 @@ from wan.app.run import Run
 from wan.metering import exchange_order
 from wan.metering.meter import PowerMeasurement
 from wan.pipeline import memory_estimate
-from wan.power.timeline import PLOT_KIND, PLOT_METADATA
 from wan.power.variants import Variant, VariantResult, list_variants
 from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError
@@ -54,6 +53,8 @@ if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
     from wan.settings.attention import Attention
 
+_PLOT_METADATA = {"Software": "wan.power"}
+_PLOT_KIND = make_marked_kind("a plot of wan.power", b"Software\0wan.power")
 PRESETS = {  # arguments of generate.py; those after -- override them
     "mlperf": [  # Inference v6.0, text to video
         *("--task", "t2v-A14B", "--size", "1280*720", "--frame_num", "81"),
@@ -134,7 +135,7 @@ def _check_num_ranks(options: Namespace, flags: Layer) -> None:
 
 def _check_comparison_outputs(out: Path) -> None:
     """Refuses to overwrite files of other programs in the output folder."""
-    files = {"comparison.json": _COMPARISON_KIND, "report.md": _REPORT_KIND, "gain.png": PLOT_KIND}
+    files = {"comparison.json": _COMPARISON_KIND, "report.md": _REPORT_KIND, "gain.png": _PLOT_KIND}
     for name, file_kind in files.items():
         check_output(out / name, file_kind, "--out")
     for path in out.glob("*.mp4"):
@@ -460,8 +461,8 @@ def draw_time_changes(results: Sequence[VariantResult], folder: Path) -> bool:
     )
     axes.set_ylim(-0.6, len(other_results) - 0.4)
     axes.set_xlabel("time against the baseline, per cent:\nmedian and 95 % interval; left: faster")
-    with write_output(folder / "gain.png", PLOT_KIND) as path:
-        figure.savefig(path, format="png", dpi=120, metadata=PLOT_METADATA)
+    with write_output(folder / "gain.png", _PLOT_KIND) as path:
+        figure.savefig(path, format="png", dpi=120, metadata=_PLOT_METADATA)
     return True
 
 

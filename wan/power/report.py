@@ -2,9 +2,9 @@
 
 For each folder of `generate.py --trace DIR` the report compares the order of exchanges and
 attention in every layer of every rank with the plan, and lists the time of each part of a step.
-Several folders, such as one per mode, are compared in a table. The command writes report.json and
-timeline.png into the first folder, or into --out. The exit code is 1 if an order differs from its
-plan.
+Several folders, such as one per mode, are compared in a table. The command writes report.json into
+the first folder, or into --out; ui.perfetto.dev shows the traces over time. The exit code is 1 if
+an order differs from its plan.
 
 Times are milliseconds on the clock of the trace. On an accelerator that is its compute stream, and
 the time of a wait is the time for which it blocks the stream.
@@ -13,17 +13,15 @@ the time of a wait is the time for which it blocks the stream.
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from wan.app.flag_parser import Parser
 from wan.metering.exchange_order import OrderComparison, Trace, compare_with_plan, read_traces
-from wan.power import timeline
 from wan.settings.attention_modes import count_heads_per_chunk
 from wan.settings.errors import InputError, escape_controls
 from wan.utils.files import check_output, make_json_kind, write_output
@@ -32,13 +30,11 @@ from wan.utils.trace import Event
 PARTS = {  # part of a step -> operations
     "attention": ("attention", "reference attention"),
     "communication": ("pack", "a2a", "a2a wait", "copy", "hop", "hop wait", "gather"),
-    "rotate, quantise": timeline.QUANTIZE_OPERATIONS,
+    "rotate, quantise": ("quantise", "prepare", "mask"),
     "projections": ("project",),
     "cross-attention": ("cross-attention",),
     "feed-forward": ("feed-forward",),
 }
-GAP_EDGES_MS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Bin edges of gap histograms; the first and the last bin are open."""
 _PART_OF_OPERATION = {name: part for part, names in PARTS.items() for name in names}
 _COUNT_NAMES = {"attention": "FA", "hop": "hops", "gather": "gathers"}
 _NS_PER_MS = 1e6  # nanoseconds
@@ -47,24 +43,15 @@ _REPORT_KIND = make_json_kind("a report of wan.power", "mode", "order", "plan", 
 
 @dataclass(frozen=True)
 class Gaps:
-    """Statistics of the gaps between consecutive attention calls, in milliseconds.
-
-    Attributes:
-        median: 0 without gaps.
-        longest: 0 without gaps.
-        histogram: Number of gaps in each bin of GAP_EDGES_MS.
-    """
+    """Gaps between consecutive attention calls, in milliseconds; 0 without gaps."""
 
     count: int
     median: float
     longest: float
-    histogram: tuple[int, ...]
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[float]) -> Gaps:
-        counts = Counter(bisect_right(GAP_EDGES_MS, length) for length in lengths)
-        bins = tuple(counts[bin_index] for bin_index in range(len(GAP_EDGES_MS) + 1))
-        return cls(len(lengths), median(lengths or [0.0]), max(lengths, default=0.0), bins)
+        return cls(len(lengths), median(lengths or [0.0]), max(lengths, default=0.0))
 
 
 @dataclass(frozen=True)
@@ -80,7 +67,6 @@ class RankReport:
         hidden: Upper bound of the communication time that overlaps attention.
         within: Gaps inside a layer.
         across: Gaps from one layer to the next.
-        layers: One record per layer.
     """
 
     rank: int
@@ -91,7 +77,6 @@ class RankReport:
     hidden: float
     within: Gaps
     across: Gaps
-    layers: list[dict[str, Any]] = field(repr=False)
 
     @property
     def duty(self) -> float:
@@ -114,9 +99,9 @@ def analyze_trace(trace: Trace) -> RankReport:
             parts[_PART_OF_OPERATION[event.operation]] += event.duration / _NS_PER_MS
             part_end = event.end
     parts["other"] = max(step - sum(parts.values()), 0.0)
-    layer_spans = timeline.collect_layer_spans(events)
     layer_counts = Counter(
-        tuple(_count_layer_events(layer_events).items()) for _, layer_events in layer_spans
+        tuple(_count_layer_events(layer_events).items())
+        for layer_events in _group_by_layer_call(events)
     )
     within, across = list[float](), list[float]()
     calls = [event for event in events if event.operation == "attention"]
@@ -138,8 +123,35 @@ def analyze_trace(trace: Trace) -> RankReport:
         hidden=_compute_hidden_time(events, calls) / _NS_PER_MS,
         within=Gaps.from_lengths(within),
         across=Gaps.from_lengths(across),
-        layers=[_make_layer_record(event, layer_events) for event, layer_events in layer_spans],
     )
+
+
+def _find_async_spans(events: Iterable[Event]) -> list[tuple[int, int]]:
+    """Finds the (begin, end) of asynchronous ring hops and all-to-alls, in nanoseconds.
+
+    They last from the end of their call to the beginning of their wait.
+    """
+    spans: list[tuple[int, int]] = []
+    begin_times: dict[object, int] = {}
+    for event in events:
+        attributes = event.attributes
+        key = tuple(attributes.get(name) for name in ("layer", "chunk", "what"))
+        if event.operation == "hop" or (event.operation == "a2a" and attributes.get("beside")):
+            begin_times[key] = event.end
+        elif event.operation in ("hop wait", "a2a wait") and key in begin_times:
+            spans.append((begin_times.pop(key), event.begin))
+    return spans
+
+
+def _group_by_layer_call(events: Iterable[Event]) -> list[list[Event]]:
+    """Groups the events inside each call of a layer; events are sorted by begin."""
+    layers: list[list[Event]] = []
+    for event in events:
+        if event.operation == "layer":
+            layers.append([])
+        elif layers and "layer" in event.attributes:
+            layers[-1].append(event)
+    return layers
 
 
 def _count_layer_events(layer_events: Iterable[Event]) -> dict[str, int]:
@@ -152,21 +164,9 @@ def _count_layer_events(layer_events: Iterable[Event]) -> dict[str, int]:
     return counts
 
 
-def _make_layer_record(event: Event, layer_events: Sequence[Event]) -> dict[str, Any]:
-    call_durations = [
-        layer_event.duration for layer_event in layer_events if layer_event.operation == "attention"
-    ]
-    return {name: event.attributes.get(name) for name in ("step", "branch", "layer")} | {
-        "time": event.duration / _NS_PER_MS,
-        "attention": sum(call_durations) / _NS_PER_MS,
-        "calls": len(call_durations),
-        "exchanges": sum(layer_event.operation == "a2a" for layer_event in layer_events),
-    }
-
-
 def _compute_hidden_time(events: Sequence[Event], calls: Sequence[Event]) -> int:
     """Computes the nanoseconds in which an exchange and attention overlapped."""
-    edges = [(x, c, 0) for a, b in timeline.find_async_spans(events) for x, c in ((a, 1), (b, -1))]
+    edges = [(x, c, 0) for a, b in _find_async_spans(events) for x, c in ((a, 1), (b, -1))]
     edges += [(x, c, 1) for call in calls for x, c in ((call.begin, 1), (call.end, -1))]
     total, num_active, previous_time = 0, [0, 0], 0
     for time, change, lane in sorted(edges):
@@ -201,13 +201,12 @@ def main(argv: Sequence[str]) -> int:
     description = (__doc__ or "").partition("\n\n")[2]
     parser = Parser(prog="python -m wan.power report", description=description)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of --trace")
-    parser.add_argument("--out", type=Path, help="folder for report.json and timeline.png")
+    parser.add_argument("--out", type=Path, help="folder for report.json")
     options = parser.parse_args(argv)
     has_equal_names = len({folder.name for folder in options.folders}) < len(options.folders)
     out_folder = options.out or options.folders[0]
-    outputs = out_folder / "report.json", out_folder / "timeline.png"
-    for path, kind in zip(outputs, (_REPORT_KIND, timeline.PLOT_KIND), strict=True):
-        check_output(path, kind, "--out")
+    output = out_folder / "report.json"
+    check_output(output, _REPORT_KIND, "--out")
     reports = []
     for folder in options.folders:
         traces = read_traces(folder)
@@ -217,14 +216,13 @@ def main(argv: Sequence[str]) -> int:
     if len(reports) > 1:
         print("\n" + _join_lines(_format_run_comparison(reports)))
     try:
-        with write_output(outputs[0], _REPORT_KIND) as temporary:
+        with write_output(output, _REPORT_KIND) as temporary:
             content = [_make_run_record(report) for report in reports]
             temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        timeline.draw_timeline([(report.name, report.traces[0]) for report in reports], outputs[1])
     except OSError as error:
         why = f"cannot be written to ({error.strerror})"
         raise InputError("The folder", out_folder, why, "name another with --out") from error
-    print(f"\nWritten: {outputs[0]}, {outputs[1]}")
+    print(f"\nWritten: {output}")
     return int(any(report.order_summary != "as planned" for report in reports))
 
 
@@ -275,22 +273,17 @@ def _format_run_report(report: RunReport) -> Iterator[str]:
         )
     yield from _format_table(rows)
     yield "\nGaps between consecutive attention calls, all ranks"
-    rows = [
-        (
-            "ms",
-            f"< {GAP_EDGES_MS[0]:g}",
-            *(f"{edge:g} -" for edge in GAP_EDGES_MS),
-            "median",
-            "longest",
-        )
-    ]
+    rows = [("ms", "count", "median", "longest")]
     for name, gaps in (
         ("in a layer", [rank.within for rank in report.ranks]),
         ("between layers", [rank.across for rank in report.ranks]),
     ):
-        bins = (str(sum(column)) for column in zip(*(g.histogram for g in gaps), strict=True))
-        mean_median, longest = fmean(gap.median for gap in gaps), max(gap.longest for gap in gaps)
-        rows.append((name, *bins, _format_milliseconds(mean_median), _format_milliseconds(longest)))
+        mean_median = fmean(gap.median for gap in gaps)
+        longest = max(gap.longest for gap in gaps)
+        num_gaps = str(sum(gap.count for gap in gaps))
+        rows.append(
+            (name, num_gaps, _format_milliseconds(mean_median), _format_milliseconds(longest))
+        )
     yield from _format_table(rows)
 
 
@@ -320,7 +313,6 @@ def _make_run_record(report: RunReport) -> dict[str, Any]:
         "order": report.order_summary,
         "plan": asdict(trace.plan),
         "about": dict(trace.metadata),
-        "gap_edges_ms": GAP_EDGES_MS,
         "ranks": [
             asdict(rank) | {"duty": rank.duty, "exposed": rank.exposed} for rank in report.ranks
         ],

@@ -19,8 +19,9 @@ from wan.serve.needed_fields import FIELD_NAMES, FOLDER, check_needed_fields
 from wan.serve.webhook_hosts import read_url
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.fields import list_options
-from wan.settings.flags import FLAG_ALIASES, FLAGS, FOREIGN_NAMES
+from wan.settings.flags import FLAGS, FOREIGN_NAMES
 from wan.settings.layers import Layer, read_layer
+from wan.settings.removed import refuse_removed
 from wan.settings.values import (
     format_value,
     integer,
@@ -73,7 +74,6 @@ API_FIELDS = {
     "audio_reference": ApiField("audio"),
     "lora": ApiField("video_lora", ({}, [])),
     "loras": ApiField("video_lora", ({}, [])),
-    **{alias: ApiField(name) for alias, name in FLAG_ALIASES.items()},
     # what every request of this service does, or what has no meaning here
     "user": ApiField("", (ANY,), "must be text"),
     "return_stage_metrics": ApiField("", (ANY,), "must be true or false"),
@@ -279,6 +279,7 @@ class _RequestFields:
         self.names[name] = key
 
     def _add_setting(self, key: str, name: str, value: Any) -> None:
+        refuse_removed(name)
         if name not in FLAGS or (
             name in PATH_SETTINGS and not _equals_current_value(name, value, self._run)
         ):

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from wan.settings.attention_modes import TokenPlan
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.fields import layout_option, load_option
 from wan.settings.kernels import (
-    DEFAULT_ALGORITHM,
+    DEFAULT_KERNEL,
     DENSE_KERNELS,
     RAINFUSION,
     SMALL_OPS,
     DenseKernelRow,
-    list_dense_kernels,
 )
 from wan.settings.numerics import KV_ROWS, Q_ROWS
 from wan.settings.parallel import Parallel
 from wan.settings.presets import TRAIN_TIMESTEPS
-from wan.settings.values import choice, integer, join_with_or, real, subset_of, switch
+from wan.settings.values import (
+    Reader,
+    choice,
+    format_value,
+    integer,
+    join_with_or,
+    real,
+    split_list,
+    subset_of,
+    switch,
+)
 
-_MHZ = integer(100, 4000, "MHZ")
 _AUTO = "auto"
+_DEFAULT = "`attention_backend=auto`"
 _PYTORCH_KERNELS = [
     name
-    for name in list_dense_kernels("attention_backend")
-    if DENSE_KERNELS[name].xfuser_member is None
+    for name, row in DENSE_KERNELS.items()
+    if row.xfuser_member is None and {*row.factories} != {"npu"}
 ]
 
 
@@ -34,23 +45,31 @@ def _list_small_ops(device_type: str) -> list[str]:
     return [name for name, row in SMALL_OPS.items() if device_type in row.factories]
 
 
+@partial(Reader, metavar="MHZ[,MHZ]")
+def read_clocks(name: str, raw: Any) -> tuple[int, int]:
+    """Reads the clock during self-attention and the one after it, 1650 by default."""
+    parts = split_list(raw)
+    parts = parts if isinstance(parts, list | tuple) else [parts]
+    if not 1 <= len(parts) <= 2:
+        raise InputError(name, format_value(raw), "must be one clock, or two: during and after")
+    cap, restore = (int(integer(100, 4000)(name, part)) for part in (*parts, 1650)[:2])
+    if cap > restore:
+        why = f"is above the {restore} MHz that are restored afterwards"
+        raise InputError(name, cap, why, f"lower it, or give both: {cap},{cap}")
+    return cap, restore
+
+
 @dataclass(frozen=True)
 class Attention:
     """Settings of the attention kernel and of the operations around it."""
 
-    attention_algo: str = load_option(
-        DEFAULT_ALGORITHM,
-        choice(*list_dense_kernels("attention_algo")),
-        f"dense attention kernel on NPUs (default {DEFAULT_ALGORITHM})",
-        diffusers=True,
-        variables={"ALGO": {"0": "fused", "1": "laser"}},
-    )
     attention_backend: str = load_option(
         _AUTO,
-        choice(_AUTO, *list_dense_kernels("attention_backend")),
-        f"dense attention kernel on CPUs and GPUs (default {_AUTO}: PyTorch chooses); of PyTorch: "
-        f"{', '.join(_PYTORCH_KERNELS)}; the other names are xfuser's",
+        choice(_AUTO, *DENSE_KERNELS),
+        f"dense attention kernel (default {_AUTO}: {DEFAULT_KERNEL}, on GPUs PyTorch chooses); of "
+        f"NPUs: fused, laser; of PyTorch: {', '.join(_PYTORCH_KERNELS)}; other names are xfuser's",
         diffusers=True,
+        variables={"ALGO": {"0": "fused", "1": "laser"}},
     )
     fa_quant: str = load_option(
         "none",
@@ -111,22 +130,18 @@ class Attention:
             "FAST_LAYERNORM": {"0": None, "1": ("layer_norm",)},
         },
     )
-    fa_freq_cap: int | None = layout_option(
-        None, _MHZ, "NPU clock during self-attention, MHz (default: unchanged)", diffusers=True
-    )
-    fa_freq_restore: int = layout_option(
-        1650,
-        _MHZ,
-        "NPU clock after self-attention, MHz (default 1650)",
-        needs="fa_freq_cap",
+    fa_freq_cap: tuple[int, int] | None = layout_option(
+        None,
+        read_clocks,
+        "NPU clock during self-attention, and after it if it is not 1650 MHz (default: unchanged)",
         diffusers=True,
     )
 
     @property
     def dense_kernel(self) -> DenseKernelRow:
         """Row of the dense kernel that the flags select."""
-        algorithm, backend = self.attention_algo, self.attention_backend
-        return DENSE_KERNELS[algorithm if backend == _AUTO else backend]
+        backend = self.attention_backend
+        return DENSE_KERNELS[DEFAULT_KERNEL if backend == _AUTO else backend]
 
     @property
     def required_packages(self) -> tuple[str, ...]:
@@ -175,16 +190,12 @@ def check_attention(attention: Attention, execution: Execution) -> None:
         fp8_types = [f"`rainfusion_type={row.name}`" for row in RAINFUSION.values() if row.has_fp8]
         why = "has no FP8 kernel for `fa_quant=fp8`"
         raise InputError("`rainfusion_type`", kind.name, why, f"use {join_with_or(fp8_types)}")
-    cap, restore = attention.fa_freq_cap, attention.fa_freq_restore
-    if cap is not None and cap > restore:
-        why = f"is above the {restore} MHz that are restored afterwards"
-        raise InputError("`fa_freq_cap`", cap, why, "lower it or give a higher `fa_freq_restore`")
     _check_dense_kernel(attention, execution)
     uncompiled_settings = {
         attention.dense_kernel.setting: attention.dense_kernel.xfuser_member is not None,
         "`fa_quant=fp8`": attention.fp8,
         "`use_rainfusion`": sparse,
-        "`fa_freq_cap`": cap is not None,
+        "`fa_freq_cap`": attention.fa_freq_cap is not None,
         "a list of `fused_ops`": not set(attention.fused_ops) <= {_AUTO},
     }
     for setting, is_used in uncompiled_settings.items():
@@ -196,25 +207,18 @@ def _check_dense_kernel(attention: Attention, execution: Execution) -> None:
     """Raises InputError where a dense kernel that is not the default contradicts other settings."""
     kernel = attention.dense_kernel
     why, remedy = "", "drop one of them"
-    if kernel.name == DEFAULT_ALGORITHM:
+    if kernel.name == DEFAULT_KERNEL:
         return
-    if attention.attention_algo != DEFAULT_ALGORITHM and attention.attention_backend != _AUTO:
-        why = f"and `attention_algo={attention.attention_algo}` both name the dense kernel"
-    elif attention.fp8:
+    if attention.fp8:
         reason = "quantizes by itself" if kernel.low_precision else "is another kernel"
         why = f"{reason} and excludes `fa_quant=fp8`"
     elif attention.use_rainfusion and attention.sparse_start_step == 0:
         why = "computes the dense steps, and with `sparse_start_step=0` there are none"
     elif execution.precision not in (_AUTO, *kernel.precisions):
         why = f"does not support `precision={execution.precision}`"
-        remedy = f"use {join_with_or(kernel.precisions)}, or {_format_default_kernel(kernel)}"
+        remedy = f"use {join_with_or(kernel.precisions)}, or {_DEFAULT}"
     if why:
         raise InputError(kernel.setting, None, why, remedy)
-
-
-def _format_default_kernel(kernel: DenseKernelRow) -> str:
-    """Formats the setting that selects the default kernel, with the same flag as `kernel`."""
-    return f"`{kernel.flag}={DEFAULT_ALGORITHM if kernel.flag == 'attention_algo' else _AUTO}`"
 
 
 def check_attention_layout(attention: Attention, parallel: Parallel, head_dim: int) -> None:
@@ -235,7 +239,7 @@ def check_attention_layout(attention: Attention, parallel: Parallel, head_dim: i
             attention.dense_kernel.setting,
             None,
             why,
-            f"use {_format_default_kernel(attention.dense_kernel)}",
+            f"use {_DEFAULT}",
         )
 
 
@@ -268,4 +272,4 @@ def check_attention_request(
             f"`ring_size={ring_size}` and `comm_type={parallel.comm_type}` has a call of "
             f"{smallest_block} x {tokens}"
         )
-        raise InputError(kernel.setting, None, why, f"use {_format_default_kernel(kernel)}")
+        raise InputError(kernel.setting, None, why, f"use {_DEFAULT}")

@@ -180,14 +180,6 @@ class PlanOptions:
         record=False,
         needs="plan",
     )
-    host_gbs: float | None = command_option(
-        None,
-        real(0, 1e6, exclude_min=True),
-        "bandwidth from host memory to the device in GB/s, for --offload_model block (default: "
-        "bytes without times)",
-        record=False,
-        needs="plan",
-    )
     chip: str | None = command_option(
         None,
         choice(*CHIPS),
@@ -207,7 +199,8 @@ class PromptExtension:
     prompt_extend_method: str = command_option(
         "local_qwen",
         choice("local_qwen", "dashscope"),
-        "where the language model runs (default local_qwen); dashscope is Alibaba's web service",
+        "where the language model runs (default local_qwen); dashscope is a web service with "
+        "OpenAI's chat completions, by default Alibaba's",
         needs="use_prompt_extend",
     )
     prompt_extend_model: str | None = command_option(

@@ -15,7 +15,7 @@ from typing import Any
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
 from wan.settings.execution import MULTIPLY, Execution
-from wan.settings.kernels import DEFAULT_ALGORITHM, FP8, RAINFUSION, SMALL_OPS, KernelRow
+from wan.settings.kernels import FP8, RAINFUSION, SMALL_OPS, KernelRow
 from wan.settings.values import join_with_or
 
 
@@ -194,9 +194,7 @@ def _list_requirements(
     attention: Attention, execution: Execution, head_dim: int, weights: tuple[str, ...]
 ) -> Iterator[_Requirement]:
     dense = attention.dense_kernel
-    remedy = f"use `attention_algo={DEFAULT_ALGORITHM}`"
-    if dense.flag == "attention_backend":
-        remedy = "use `attention_backend=auto` (`attention_algo` selects the kernels of NPUs)"
+    remedy = "use `attention_backend=auto`"
     yield _Requirement(
         dense.setting, _make_kernel_check(dense), remedy, precisions=dense.precisions
     )
@@ -227,9 +225,9 @@ def _list_requirements(
         yield _Requirement("`fa_freq_cap`", lambda device: device.clock)
     if execution.compile:
         yield _Requirement("`compile`", lambda device: device.compile)
-    if execution.fp8_weights == MULTIPLY:
+    if execution.stored_weights == MULTIPLY:
         remedy = "use an export in W8A8_MXFP8 on an A5 (`quant_dit_path`)"
-        yield _Requirement("`fp8_weights=multiply`", lambda device: device.type != "npu", remedy)
+        yield _Requirement("`stored_weights=multiply`", lambda device: device.type != "npu", remedy)
     offload = execution.offload_model
     if offload == "cpu":
         remedy = "use `offload_model=false`, which keeps all networks in host memory"

@@ -12,7 +12,6 @@ DEVICE_TYPES = ("auto", "cpu", "cuda", "npu")
 PRECISIONS = ("auto", "bf16", "fp32")
 VIDEO_GROUP_SIZE = 64  # videos of a prompt file that are encoded and grouped by expert together
 VAE_PRECISIONS = ("fp32", "bf16")
-WEIGHT_STORAGE_CHOICES = ("auto", "keep", "upcast")
 MULTIPLY = "multiply"  # weights stay in FP8, and matrix products run in FP8
 Offload = bool | Literal["cpu", "block"]
 """True: one network in memory at a time, loaded from its file for each use; False: networks stay on
@@ -46,17 +45,12 @@ class Execution:
     convert_model_dtype: bool = load_option(
         False, switch, "convert all DiT weights to bf16, also norms and embeddings (default false)"
     )
-    fp8_weights: str = load_option(
+    stored_weights: str = load_option(
         "auto",
-        choice(*WEIGHT_STORAGE_CHOICES, MULTIPLY),
-        "weights of an FP8 checkpoint: keep: FP8 in memory; upcast: --precision; multiply: FP8 in "
-        "memory and in matrix products; auto (default): keep, except on NPUs and with --dit_fsdp",
-    )
-    gguf_weights: str = load_option(
-        "auto",
-        choice(*WEIGHT_STORAGE_CHOICES),
-        "weights of a GGUF checkpoint: keep: quantized in memory; upcast: --precision; auto "
-        "(default): keep, except on NPUs and with --dit_fsdp",
+        choice("auto", "keep", "upcast", MULTIPLY),
+        "weights of an FP8 or GGUF checkpoint: keep: quantized in memory; upcast: --precision; "
+        "multiply: FP8 in memory and in matrix products; auto (default): keep, except on NPUs and "
+        "with --dit_fsdp",
     )
     offload_model: Offload = option(
         True,
@@ -78,9 +72,6 @@ class Execution:
         switch,
         "run the text encoder on the CPU (default false)",
         variables={"T5_LOAD_CPU": {"0": False, "1": True}},
-    )
-    text_kv_cache: bool = load_option(
-        True, switch, "cache the cross-attention keys and values of the text (default true)"
     )
     compile: bool = load_option(
         False, switch, "compile the DiT blocks with torch.compile (default false)"

@@ -67,7 +67,6 @@ class Option:
         keyword: Official keyword in that call, where it differs from the flag.
         diffusers: Name in `wan.diffusers`, or in a call of diffusers' pipelines; True: the flag's
             name; None: not available there.
-        alias: Shorter name of the flag, also in lines of a prompt file.
         common: Whether `--help` without `all` lists it.
         line: Whether a line of a prompt file may set it.
         decoding: Whether it has an effect with `--decode_latents`.
@@ -86,7 +85,6 @@ class Option:
     python: Literal["load", "video"] | None = "video"
     keyword: str | None = None
     diffusers: str | Literal[True] | None = None
-    alias: str | None = None
     common: bool = False
     line: bool = False
     decoding: bool = False

@@ -24,6 +24,7 @@ from wan.settings.execution import Execution
 from wan.settings.fields import Option, list_options
 from wan.settings.guidance import Guidance
 from wan.settings.parallel import Parallel
+from wan.settings.removed import refuse_removed
 from wan.settings.step_cache import StepCache
 from wan.settings.values import join_with_or
 from wan.settings.video_options import INPUT_OPTIONS, Sampling, VideoSettings
@@ -59,8 +60,6 @@ def _make_task_rule(name: str, tasks: tuple[str, ...]) -> rules.Rule[rules.Video
 
 TASK_RULES = tuple(_make_task_rule(name, flag.tasks) for name, flag in FLAGS.items() if flag.tasks)
 """Rules for settings of single tasks, by their options."""
-FLAG_ALIASES = {flag.alias: name for name, flag in FLAGS.items() if flag.alias is not None}
-"""Alias -> flag."""
 PYTHON_KEYWORDS = {name: flag.keyword for name, flag in FLAGS.items() if flag.keyword is not None}
 """Flag -> keyword of the Python classes, where the two differ."""
 
@@ -104,6 +103,7 @@ def make_keyword_error(name: str, call: str) -> InputError:
         name: The keyword.
         call: "load" for the constructor, "video" for `generate`.
     """
+    refuse_removed(name)
     methods = {"load": "the constructor", "video": "generate"}
     spellings = FOREIGN_NAMES | {flag: flag for flag in FLAGS}
     flag = spellings.get(name)

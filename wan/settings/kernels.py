@@ -36,7 +36,6 @@ class DenseKernelRow(KernelRow):
     """A kernel of dense attention.
 
     Attributes:
-        flag: attention_algo for kernels of NPUs, attention_backend for kernels of CPUs and GPUs.
         has_lse: Whether it returns the log-sum-exp, without which a ring gathers keys and values.
             For xfuser's kernels the value is an assumption of `--plan`; a run tries them.
         precisions: Supported values of `--precision`.
@@ -52,7 +51,6 @@ class DenseKernelRow(KernelRow):
         install: PyPI packages that contain these modules.
     """
 
-    flag: str = "attention_backend"
     has_lse: bool = True
     precisions: tuple[str, ...] = _BF16_FP32
     min_rows: int = 1
@@ -67,7 +65,7 @@ class DenseKernelRow(KernelRow):
     @property
     def setting(self) -> str:
         """The setting that selects this kernel, in backticks."""
-        return f"`{self.flag}={self.name}`"
+        return f"`attention_backend={self.name}`"
 
 
 def _make_xfuser_kernel(member: str, *devices: str, **attributes: object) -> DenseKernelRow:
@@ -99,7 +97,6 @@ _LOW_PRECISION = {"low_precision": True}
 _DENSE_ROWS = (
     DenseKernelRow(
         name="fused",
-        flag="attention_algo",
         factories={
             "cpu": "wan.kernels.avx512_attention:make_cpu_kernel",
             "cuda": "wan.kernels.sdpa:make_cuda_kernel",
@@ -110,7 +107,6 @@ _DENSE_ROWS = (
     ),
     DenseKernelRow(
         name="laser",
-        flag="attention_algo",
         factories={"npu": "wan.kernels.npu.dense:LaserKernel"},
         chips=("A2", "A3"),  # on others, and with fewer rows, mindiesd silently uses another
         has_lse=False,
@@ -154,13 +150,8 @@ _DENSE_ROWS = (
     _make_aiter_kernel("AITER_FLYDSL_FP8", **_LOW_PRECISION),
 )
 DENSE_KERNELS = {row.name: row for row in _DENSE_ROWS}
-"""Name -> row; the names of the two flags are disjoint."""
-DEFAULT_ALGORITHM = "fused"
-
-
-def list_dense_kernels(flag: str) -> tuple[str, ...]:
-    """Returns the names of the dense kernels that a flag selects."""
-    return tuple(row.name for row in _DENSE_ROWS if row.flag == flag)
+"""Name -> row."""
+DEFAULT_KERNEL = "fused"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,14 +15,13 @@ from typing import Any, Literal
 from wan.settings import rules
 from wan.settings.errors import FlagNaming, InputError, name_settings
 from wan.settings.flags import (
-    FLAG_ALIASES,
     FLAGS,
     NEEDS_RULES,
     is_python_setting,
     make_keyword_error,
 )
-from wan.settings.guidance import GUIDERS
 from wan.settings.recipes import RECIPE_SETTINGS, RECIPES
+from wan.settings.removed import refuse_removed
 from wan.settings.solvers import SOLVERS
 from wan.settings.step_cache import list_unused_parameters
 from wan.settings.values import Reader, switch
@@ -155,7 +154,7 @@ def read_layer(
     """Reads and checks the settings of one source.
 
     Args:
-        raw: Flag or alias -> value as text or JSON.
+        raw: Flag -> value as text or JSON.
         source, naming, kind: As for `Layer`.
         readers: Setting -> its reader where this is not that of the flag.
 
@@ -166,16 +165,14 @@ def read_layer(
     readers = {name: flag.reader for name, flag in FLAGS.items()} | dict(readers or {})
     values: dict[str, Any] = {}
     with name_settings(naming):
-        for key, value in raw.items():
-            name = FLAG_ALIASES.get(key, key)
-            subject = f"`{key}`"
+        for name, value in raw.items():
+            subject = f"`{name}`"
             if value is None:
                 raise InputError(subject, why="has no value", remedy="give one or leave it out")
+            refuse_removed(name)
             if name not in readers:
-                unknown = naming.render_setting(key)
+                unknown = naming.render_setting(name)
                 raise InputError(unknown, why="is not a known setting", remedy="remove it")
-            if name != key and name in raw:
-                raise InputError(subject, why=f"is an alias of {name}", remedy="give one of them")
             values[name] = readers[name](subject, value)
         if kind == "user":
             rules.check_rules(rules.USER_SETTING_RULES, values, None)
@@ -233,14 +230,12 @@ _SUPERSEDED_SETTINGS = [
 """(a setting, the one of lower layers that it replaces where it differs from theirs)."""
 _LATENTS_SUPERSEDED = [("src_video", "fixed_latents"), ("fixed_latents", "src_video")]
 """As `_SUPERSEDED_SETTINGS`, where both give the latents that denoising starts from."""
-_GUIDER_PARAMETERS = {parameter for row in GUIDERS.values() for parameter in row.parameters}
-_NEED_TWO_BRANCHES = {"guider", "slg_blocks", "slg_start", "slg_stop", *_GUIDER_PARAMETERS}
+_NEED_TWO_BRANCHES = {"guider", "slg_blocks"}
 _SUPERSEDED_BY_VALUE: dict[str, Iterable[str]] = {
     **{f"sample_solver={name}": ("ode", "sigma_max") for name in SOLVERS if name != "rcm"},
     "sample_solver=rcm": ("sigmas",),
     "step_cache": ("use_attentioncache",),
     "use_attentioncache": ("step_cache",),
-    **{f"guider={name}": _GUIDER_PARAMETERS - {*row.parameters} for name, row in GUIDERS.items()},
 }
 """Condition of a rule -> the settings of lower layers that have no effect where it holds."""
 

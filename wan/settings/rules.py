@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 from wan.settings.attention_modes import CHUNKED_MODES
 from wan.settings.errors import InputError
-from wan.settings.guidance import GUIDERS
 from wan.settings.kernels import DenseKernelRow
 from wan.settings.noise_tables import OFFICIAL_TABLE
 from wan.settings.presets import Preset
@@ -55,6 +54,10 @@ class PipelineView:
     policy: str
     has_quantized_dit: bool
     checkpoint_dtypes: Set[str]
+
+    def has_stored_weights(self, *dtype_prefixes: str) -> bool:
+        """Whether the checkpoint has a tensor of such a dtype."""
+        return any(dtype.startswith(dtype_prefixes) for dtype in self.checkpoint_dtypes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +136,6 @@ SHIFT_OF_RCM_RULE = make_conflict_rule(
     "sample_shift", "sample_solver=rcm", "has no effect on `sample_solver=rcm`", "drop it"
 )
 USER_SETTING_RULES: tuple[Rule[object], ...] = (
-    make_conflict_rule(
-        "attention_algo",
-        "attention_backend",
-        "selects the dense kernel of NPUs, and `attention_backend` that of GPUs",
-        "give one of them",
-    ),
     *(
         make_conflict_rule("timesteps", name, "already sets all steps", f"drop it, or `{name}`")
         for name in ("sample_shift", "sample_steps", "sigmas")
@@ -235,21 +232,21 @@ TOPOLOGY_RULES: tuple[Rule[TopologyView], ...] = (
 
 
 def _make_unconverted_rules(
-    setting: str, value: str, weight_format: str, *dtype_prefixes: str
+    value: str, formats: str, *dtype_prefixes: str
 ) -> tuple[Rule[PipelineView], ...]:
-    """Makes the rules for a setting that computes with weights as the checkpoint stores them."""
+    """Makes the rules for computing with weights as the checkpoint stores them."""
     reasons: tuple[tuple[str, Callable[[PipelineView], bool]], ...] = (
         ("`dit_fsdp` shards parameters", lambda s: s.dit_fsdp),
         ("`quant_dit_path` replaces these weights", lambda s: s.has_quantized_dit),
-        ("NPUs have no FP8 weights", lambda s: weight_format == "FP8" and s.device == "npu"),
+        ("NPUs have no FP8 weights", lambda s: s.device == "npu" and s.has_stored_weights("F8")),
         (
-            f"the checkpoint has no {weight_format} weights",
-            lambda s: not any(dtype.startswith(dtype_prefixes) for dtype in s.checkpoint_dtypes),
+            f"the checkpoint has no {formats} weights",
+            lambda s: not s.has_stored_weights(*dtype_prefixes),
         ),
     )
-    remedy = f"use `{setting}=upcast`, or drop it"
+    remedy = "use `stored_weights=upcast`, or drop it"
     return tuple(
-        Rule((f"{setting}={value}",), f"is not possible: {why}", remedy, when)
+        Rule((f"stored_weights={value}",), f"is not possible: {why}", remedy, when)
         for why, when in reasons
     )
 
@@ -280,15 +277,14 @@ PIPELINE_RULES: tuple[Rule[PipelineView], ...] = (
         "drop it, or drop `quant_dit_path`",
         lambda s: s.has_quantized_dit,
     ),
-    *_make_unconverted_rules("fp8_weights", "keep", "FP8", "F8"),
-    *_make_unconverted_rules("fp8_weights", "multiply", "FP8", "F8"),
+    *_make_unconverted_rules("keep", "FP8 or GGUF", "F8", "Q", "IQ", "MXFP4"),
+    *_make_unconverted_rules("multiply", "FP8", "F8"),
     Rule(
-        ("fp8_weights=multiply",),
+        ("stored_weights=multiply",),
         "needs weights in E4M3, and those of the checkpoint are E5M2",
-        "use `fp8_weights=keep`",
+        "use `stored_weights=keep`",
         lambda s: {"F8_E5M2"} == {dtype for dtype in s.checkpoint_dtypes if dtype[:2] == "F8"},
     ),
-    *_make_unconverted_rules("gguf_weights", "keep", "GGUF", "Q", "IQ", "MXFP4"),
     *(
         make_conflict_rule(
             f"offload_model={value}",
@@ -351,7 +347,6 @@ GROUPING_RULES: tuple[Rule[PipelineView], ...] = (
 """Rules for runs of many videos."""
 
 _BOUNDARY_STEP = "`boundary_step={s.video.boundary_step}`"
-_COMBINES = "combines both guidance branches"
 VIDEO_RULES: tuple[Rule[VideoView], ...] = (
     # The pipeline together with the video.
     make_needs_rule("resident_blocks", "offload_model=block"),
@@ -445,46 +440,46 @@ VIDEO_RULES: tuple[Rule[VideoView], ...] = (
     ),
     # Guidance.
     *(
-        make_needs_rule(parameter, f"guider={name}")
-        for name, row in GUIDERS.items()
-        for parameter in row.parameters
-    ),
-    *(
         Rule[VideoView](
-            (setting,),
+            conditions,
             f"{effect}, and `sample_guide_scale=1` computes only one",
             "give a larger scale, or drop it",
             lambda s: not s.video.uses_guidance,
+            subject,
         )
-        for setting, effect in (
-            *((f"guider={name}", _COMBINES) for name in GUIDERS if name != "cfg"),
-            ("slg_blocks", "skips blocks of the unconditional branch"),
+        for conditions, subject, effect in (
+            (
+                ("guider", "not guider=cfg"),
+                "`guider={s.video.guider}`",
+                "combines both guidance branches",
+            ),
+            (("slg_blocks",), "", "skips blocks of the unconditional branch"),
         )
     ),
     Rule(
-        ("zero_init_steps",),
+        ("guider",),
         "leaves none of the {s.video.sample_steps} steps",
-        "give fewer",
-        lambda s: (s.video.zero_init_steps or 0) >= s.video.sample_steps,
-        "`zero_init_steps={s.video.zero_init_steps}`",
+        "give fewer zero_init_steps",
+        lambda s: (s.video.guider_parameters.get("zero_init_steps") or 0) >= s.video.sample_steps,
+        "`guider={s.video.guider}`",
     ),
     Rule(
         ("slg_blocks",),
         "names a block that the network does not have",
         "name blocks from 0 to {s.last_block}",
-        lambda s: max(s.video.slg_blocks or (0,)) > s.last_block,
+        lambda s: max(s.video.skipped_blocks or (0,)) > s.last_block,
     ),
     Rule(
         ("slg_blocks",),
         "names all blocks of the network",
         "name one or two, such as 9",
-        lambda s: len(s.video.slg_blocks or ()) > s.last_block,
+        lambda s: len(s.video.skipped_blocks) > s.last_block,
     ),
     Rule(
         ("slg_blocks",),
-        "does not start before it stops: `slg_start={s.video.slg_range[0]:g}`, "
-        "`slg_stop={s.video.slg_range[1]:g}`",
-        "give a smaller `slg_start`, or a larger `slg_stop`",
+        "does not start before it stops: start={s.video.slg_range[0]:g}, "
+        "stop={s.video.slg_range[1]:g}",
+        "give a smaller start, or a larger stop",
         lambda s: s.video.slg_range[0] >= s.video.slg_range[1],
     ),
     Rule(

@@ -214,7 +214,6 @@ class VideoSettings(Sampling, Guidance):
             | dict.fromkeys(("s2v", "animate", "animate2"), "number of clips at most"),
         ),
         keyword="num_repeat",
-        alias="clips",
         tasks=("i2v-A14B", *TASKS_OF_KIND["s2v"], *_ANIMATE),
     )
     chain: str | None = option(

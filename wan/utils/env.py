@@ -21,7 +21,7 @@ _UNSUPPORTED_VARIABLES: dict[str, tuple[str | None, str]] = {
     "MINDIE_SD_FA_TYPE": (
         None,
         "by which mindiesd would silently replace the attention kernel; unset it and use "
-        "`attention_algo`",
+        "`attention_backend`",
     ),
 }
 """Variable -> its value without effect, and the rest of the sentence that refuses others."""
