@@ -4,15 +4,12 @@
     python tools/flags_table.py
 
 Each table is between two markers of its page: all flags in docs/cli.md, dense kernels in
-docs/attention_backends.md, names in LoRA files in docs/few_step.md, kinds of LoRA files, what
-benchmarks/adapter_kinds.py showed of them, and the matrix of names in docs/checkpoints.md. A test
-compares the pages with the package.
+docs/attention_backends.md, names in LoRA files in docs/few_step.md, and the matrix of names in
+docs/checkpoints.md. A test compares the pages with the package.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools import checkpoint_names
 from wan.app.programs import run_program
-from wan.checkpoint.lora_names import DIFFERENCES, KINDS, NAMINGS, OTHER_NETWORKS, REFUSED_KINDS
+from wan.checkpoint.lora_names import DIFFERENCES, NAMINGS
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import GROUPS
@@ -80,14 +77,6 @@ def list_lora_namings() -> Iterable[Row]:
         yield f"whole differences of the {part}", "", ", ".join(f"`{end}`" for end in ends)
 
 
-def list_lora_kinds() -> Iterable[Row]:
-    """Yields a row for each kind of adapter: what is computed, or that it is refused."""
-    yield "Kind", "Merged: added to W", "With kept FP8 or GGUF weights"
-    for kind in KINDS:
-        yield kind.name, f"{kind.merged}", kind.separate
-    yield f"refused by name: {', '.join((*REFUSED_KINDS, *OTHER_NETWORKS))}", "", ""
-
-
 _SENTENCES = DOCS.parent / "tests" / "refusals.txt"
 _FILE_KINDS = (  # kind of file, and the case of the tests whose sentence it gets
     ("two networks in one file", "checkpoints: several networks", "two without names"),
@@ -105,7 +94,6 @@ _FILE_KINDS = (  # kind of file, and the case of the tests whose sentence it get
     ("a big-endian GGUF file", "gguf: files", "big-endian"),
     ("a LoRA of unknown kind", "LoRA: unknown names", "ends"),
     ("a LoRA of another network", "LoRA: unknown names", "layers"),
-    ("a LoRA with some unknown prefixes", "LoRA: unknown names", "prefixes"),
     ("whole weights given as a LoRA", "LoRA: unknown names", "whole weights"),
     ("a LoRA of a CLIP image input only", "LoRA: files", "only image keys"),
 )
@@ -122,29 +110,14 @@ def list_file_kinds() -> Iterable[Row]:
         yield kind, sentence.replace("TMP/", "").replace("|", "\\|").replace("*", "\\*")
 
 
-def list_adapter_kinds() -> Iterable[Row]:
-    """Yields a row for each kind of adapter that PEFT and LyCORIS write."""
-    yield "Library", "Kind", "Largest difference from its merge, of the largest change"
-    for row in json.loads((DOCS / "results" / "adapter_kinds.json").read_text())["results"]:
-        refusal = re.search(r"\(([^()]+)\), which is not supported|has (\w+)", row["text"])
-        outcome = "the library makes no file for this network"
-        if row["error"] is not None:
-            outcome = f"{row['error']:.0e}"
-        elif refusal is not None and row["text"].startswith("LoRA "):
-            outcome = f"refused: {refusal[1] or refusal[2]}"
-        yield row["library"], row["kind"], outcome
-
-
 TABLES: dict[tuple[str, str], Callable[[], Iterable[Row]]] = {
     ("cli.md", "all flags"): list_flags,
     ("attention_backends.md", "dense kernels"): list_kernels,
     ("few_step.md", "names in LoRA files"): list_lora_namings,
-    ("checkpoints.md", "kinds of LoRA files"): list_lora_kinds,
     ("checkpoints.md", "networks under every name"): checkpoint_names.list_network_rows,
     ("checkpoints.md", "LoRA files under every name"): checkpoint_names.list_lora_rows,
     ("checkpoints.md", "prefixes"): checkpoint_names.list_prefix_rows,
     ("checkpoints.md", "kinds of files"): list_file_kinds,
-    ("checkpoints.md", "adapters of PEFT and LyCORIS"): list_adapter_kinds,
 }
 """Page and title of a table -> its rows, of which the first one is the head."""
 
