@@ -16,8 +16,7 @@ from wan.checkpoint.expert_names import ExpertTag, detect_experts
 from wan.checkpoint.headers import (
     WEIGHT_FILES,
     is_further_shard,
-    read_file_headers,
-    read_folder_headers,
+    read_weight_headers,
 )
 from wan.checkpoint.network_names import (
     COMPONENTS,
@@ -30,7 +29,7 @@ from wan.checkpoint.network_names import (
 from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, ForeignPickleError
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
-from wan.utils.files import find_link_error, has_file
+from wan.utils.files import find_link_error
 
 _ANIMATE2_FOLDER = "videomodel/Wan-AI"
 _SUBFOLDERS = {  # ComfyUI's, of which `checkpoints` holds several networks, and Animate-2's
@@ -83,7 +82,7 @@ def inspect_weights(path: Path) -> dict[str, list[WeightFile]]:
         InputError: A file is incomplete, is quantized in a format that is not read, or holds a
             component twice and names no experts.
     """
-    tensors = (read_file_headers(path) if has_file(path) else read_folder_headers(path)) or {}
+    tensors = read_weight_headers(path)
     check_format(tensors)
     weight_files: dict[str, list[WeightFile]] = {}
     for network in find_networks(tensors):

@@ -16,8 +16,7 @@ from safetensors import SafetensorError, safe_open
 from wan.checkpoint import gguf
 from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, read_pickle_header
 from wan.checkpoint.tensor_info import (
-    FLOATS,
-    FP8,
+    GET_READ_FORMAT,
     MAX_AXES,
     SAFETENSORS_SUFFIXES,
     TensorInfo,
@@ -92,23 +91,16 @@ def read_file_headers(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def read_weight_headers(path: Path) -> dict[str, TensorInfo]:
+    """Returns the tensors of a weight file or of a folder of weights by name; {} if none."""
+    return (read_file_headers(path) if has_file(path) else read_folder_headers(path)) or {}
+
+
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     """Returns the tensors of one weight file by name."""
     if path.suffix in PICKLE_SUFFIXES:
         return read_pickle_header(path)
     return gguf.read_gguf_header(path) if path.suffix == ".gguf" else read_safetensors_header(path)
-
-
-def read_names(path: Path) -> list[str]:
-    """Returns the names of the tensors in a file or folder."""
-    return [*((read_file_headers(path) if path.is_file() else read_folder_headers(path)) or {})]
-
-
-def list_first_names(path: Path) -> str:
-    """Returns the names of a file's or folder's first tensors in brackets, or "" if none."""
-    tensors = read_names(path)
-    names = ", ".join(format_value(name, str) for name in tensors[:3])
-    return f" ({names}{', ...' if len(tensors) > 3 else ''})" if names else ""
 
 
 def list_shards(path: Path) -> list[Path]:
@@ -245,8 +237,8 @@ def _check_known_dtypes(path: Path, reason: str) -> None:
     for name, (dtype, _, _) in (read_safetensors_offsets(path) if match else {}).items():
         if match and dtype == match[1]:
             why = f"is stored as {dtype}, which is not supported"
-            remedy = f"give weights in one of {', '.join((*FLOATS, *FP8))}, or a GGUF file"
-            raise InputError(f"{path}: {format_value(name, str)}", None, why, remedy)
+            subject = f"{path}: {format_value(name, str)}"
+            raise InputError(subject, None, why, GET_READ_FORMAT)
 
 
 def read_folder_headers(folder: Path) -> dict[str, TensorInfo] | None:

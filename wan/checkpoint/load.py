@@ -31,9 +31,8 @@ from wan.checkpoint.dequantise import (
     untile_scales,
 )
 from wan.checkpoint.headers import (
-    read_file_headers,
-    read_folder_headers,
     read_safetensors_offsets,
+    read_weight_headers,
 )
 from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, read_pickled_tensors
 from wan.checkpoint.quant_metadata import collect_network_tensors
@@ -53,7 +52,6 @@ from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
 from wan.settings.values import format_value
 from wan.utils import system
-from wan.utils.files import has_folder
 from wan.utils.log import make_progress_bar
 
 _COPY_ELEMENTS = 1 << 24  # elements per copy
@@ -293,7 +291,7 @@ def read_headers(
     Raises:
         InputError: The path is not one of these, or is damaged.
     """
-    tensors = read_folder_headers(path) if has_folder(path) else read_file_headers(path)
+    tensors = read_weight_headers(path)
     if not tensors:
         raise InputError(f"{path}", None, "holds no weights", "download them")
     return collect_network_tensors(tensors, rename, component)

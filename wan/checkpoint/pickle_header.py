@@ -21,7 +21,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wan.checkpoint.quant_programs import REMEDY, find_program_of_class
 from wan.checkpoint.tensor_info import MAX_AXES, TensorInfo, read_file_state
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
@@ -286,11 +285,9 @@ class _PickleReader:
             module, name = self.stack[-2:]
             del self.stack[-2:]
             argument = f"{module} {name}"
-        if program := find_program_of_class(argument):
-            why = f"holds weights quantized by {program}, which is not supported"
-            raise InputError(f"{self.path}", None, why, REMEDY)
         if argument.split(" ")[0].split(".")[0] != "torch" and argument != _ORDERED_DICT:
-            why = "holds something other than weights and was not opened, because it could run code"
+            name = format_value(argument.replace(" ", "."), str)
+            why = f"holds {name} and was not opened, because it could run code"
             raise ForeignPickleError(f"{self.path}", None, why, _GIVE_PLAIN_TENSORS)
         self.stack.append(_Global(argument))
 

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.headers import read_safetensors_metadata, read_safetensors_offsets
-from wan.checkpoint.network_names import check_format, select_network
+from wan.checkpoint.network_names import add_once, check_format, select_network
 from wan.checkpoint.quant_programs import has_scaled_int8
 from wan.checkpoint.tensor_info import (
     E4M3,
     E5M2,
     FLOATS,
     FP8,
+    GET_READ_FORMAT,
     GGUF,
     NVFP4,
     SAFETENSORS_SUFFIXES,
@@ -79,15 +80,9 @@ def collect_network_tensors(
     for name, info in _attach_scales(tensors).items():
         is_scaled_int8 = info.dtype == "I8" and info.scale is not None
         if info.dtype not in (*FLOATS, *FP8, *GGUF, NVFP4) and not is_scaled_int8:
-            why = f"is stored as {info.dtype}, which is not supported for this weight"
-            remedy = f"give weights in one of {', '.join((*FLOATS, *FP8))}, or a GGUF file"
-            if info.dtype in ("I8", "U8"):
-                remedy = f"get a file with a format per layer: {', '.join(_FORMAT_DTYPES)}"
-            raise InputError(f"{info.file}: {name}", None, why, remedy)
-        first_info = renamed.setdefault(rename(name), info)
-        if first_info is not info:
-            why = f"has both {name} and {first_info.name}, which are the same tensor"
-            raise InputError(f"{info.file}", None, why, "give a file with one of them")
+            why = f"is stored as {info.dtype}, which is not supported"
+            raise InputError(f"{info.file}: {name}", None, why, GET_READ_FORMAT)
+        add_once(renamed, rename(name), info)
     return renamed
 
 

@@ -11,6 +11,11 @@ SAFETENSORS_SUFFIXES = (".safetensors", ".sft")
 FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes of weights that are not quantized
 E4M3, E5M2 = "F8_E4M3", "F8_E5M2"
 FP8 = (E4M3, E5M2)
+GET_READ_FORMAT = (
+    f"get it in {', '.join((*FLOATS, *FP8))}, as a GGUF file, or in a format of "
+    "docs/quantised_weights.md"
+)
+"""Remedy for weights in a format that is not read."""
 GGUF = {
     "Q8_0": (32, 34),
     "Q6_K": (256, 210),
