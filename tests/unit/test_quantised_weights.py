@@ -161,7 +161,7 @@ def test_tool_refuses_and_leaves_nothing(
     # A folder cannot take the place of a link.
     cases |= {f"a link to {name}": [*small, f"link to {name}"] for name in ("empty", "none")}
     # Nothing may be read before.
-    monkeypatch.setattr("wan.checkpoint.load.map_safetensors", None)
+    monkeypatch.setattr("wan.checkpoint.load.map_tensors", None)
     messages = {}
     for name, arguments in cases.items():
         assert quantize_dit.main([str(a) for a in arguments]) == 2, name
@@ -181,7 +181,7 @@ def test_tool_is_ended_while_it_reads(
         (SafetensorError("incomplete"), 2, unreadable),
         (KeyboardInterrupt, 130, "Interrupted; nothing was written.\n"),
     ):
-        monkeypatch.setattr("wan.checkpoint.load.map_safetensors", mock.Mock(side_effect=error))
+        monkeypatch.setattr("wan.checkpoint.load.map_tensors", mock.Mock(side_effect=error))
         assert quantize_dit.main(argv) == code
         text = capsys.readouterr().err
         assert message in text and "--out" not in text

@@ -14,7 +14,6 @@ from pathlib import Path
 from wan.checkpoint.dit_shapes import restore_patch_axes
 from wan.checkpoint.expert_names import ExpertTag, detect_experts
 from wan.checkpoint.headers import (
-    WEIGHT_FILES,
     is_further_shard,
     read_weight_headers,
 )
@@ -26,8 +25,8 @@ from wan.checkpoint.network_names import (
     find_networks,
     select_network,
 )
-from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, ForeignPickleError
-from wan.checkpoint.tensor_info import TensorInfo
+from wan.checkpoint.pickle_header import ForeignPickleError
+from wan.checkpoint.tensor_info import PICKLE_SUFFIXES, WEIGHT_FILES, TensorInfo
 from wan.settings.errors import InputError
 from wan.utils.files import find_link_error
 

@@ -19,8 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wan.checkpoint.pickle_header import PICKLE_SUFFIXES
-from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES
+from wan.checkpoint.tensor_info import WEIGHT_FILES
 
 EXPERTS = ("high_noise", "low_noise")
 _EXPERT_WORDS = {"high": "high_noise", "hn": "high_noise", "low": "low_noise", "ln": "low_noise"}
@@ -117,7 +116,7 @@ def _find_path_tags(
     path: Path, paths: Collection[Path], folder: Path | None
 ) -> list[list[ExpertTag]]:
     """Returns the expert tags of a file's name, of its folder's name, and of each parent's."""
-    is_file = path.suffix in (*SAFETENSORS_SUFFIXES, ".gguf", *PICKLE_SUFFIXES)
+    is_file = path.suffix in WEIGHT_FILES
     name = path.stem if is_file else path.name
     if folder is not None:
         folder_names = [*path.relative_to(folder).parts[-2::-1]]

@@ -30,7 +30,6 @@ from wan.checkpoint.dit_shapes import convert_dit_tensors
 from wan.checkpoint.embedded_tokenizer import has_embedded_tokenizer
 from wan.checkpoint.expert_names import detect_experts
 from wan.checkpoint.headers import (
-    WEIGHT_FILES,
     check_file_complete,
     has_diffusers_weights,
     is_folder,
@@ -46,7 +45,7 @@ from wan.checkpoint.partial_networks import (
     find_vace_modules,
 )
 from wan.checkpoint.quant_metadata import collect_network_tensors
-from wan.checkpoint.tensor_info import TensorInfo
+from wan.checkpoint.tensor_info import WEIGHT_FILES, TensorInfo
 from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset

@@ -34,9 +34,14 @@ from wan.checkpoint.lora_names import (
     split_suffix,
 )
 from wan.checkpoint.peft_settings import PeftSettings, read_peft_settings
-from wan.checkpoint.pickle_header import PICKLE_SUFFIXES
 from wan.checkpoint.prefixes import find_shared_prefix, strip_prefixes
-from wan.checkpoint.tensor_info import FLOATS, FP8, SAFETENSORS_SUFFIXES, TensorInfo
+from wan.checkpoint.tensor_info import (
+    FLOATS,
+    FP8,
+    PICKLE_SUFFIXES,
+    SAFETENSORS_SUFFIXES,
+    TensorInfo,
+)
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 from wan.utils.files import has_file

@@ -17,9 +17,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.headers import read_safetensors_metadata, read_safetensors_offsets
 from wan.checkpoint.network_names import add_once, check_format, select_network
 from wan.checkpoint.quant_programs import has_scaled_int8
+from wan.checkpoint.safetensors_header import read_safetensors_metadata
 from wan.checkpoint.tensor_info import (
     E4M3,
     E5M2,
@@ -198,14 +198,13 @@ def _read_layer_formats(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str
                 for layer, e in layers.items()
                 if isinstance(e, dict)
             }
-        offsets = read_safetensors_offsets(file) if names else {}
         with open_regular_file(file) as handle:
             for name in names:
-                dtype, shape, offset = offsets[tensors[name].name]
-                handle.seek(offset)
-                layer_formats[name.removesuffix(_COMFY_QUANT_SUFFIX)] = _parse_layer_format(
-                    f"{file}: {name}", dtype, handle.read(min(prod(shape), _MAX_METADATA_BYTES))
-                )
+                info = tensors[name]
+                handle.seek(info.data_offset)
+                text = handle.read(min(info.nbytes, _MAX_METADATA_BYTES))
+                layer = name.removesuffix(_COMFY_QUANT_SUFFIX)
+                layer_formats[layer] = _parse_layer_format(f"{file}: {name}", info.dtype, text)
     return layer_formats
 
 

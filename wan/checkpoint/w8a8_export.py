@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wan.checkpoint.headers import is_folder, read_json, read_safetensors_header
+from wan.checkpoint.headers import is_folder, read_json
 from wan.checkpoint.layout import EXPERT_FOLDERS, Checkpoint, DitFiles
+from wan.checkpoint.safetensors_header import read_safetensors_header
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
