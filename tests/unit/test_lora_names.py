@@ -20,7 +20,6 @@ from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
 from wan.checkpoint.lora_names import split_suffix
 from wan.checkpoint.lora_reader import LoraFile, LoraReader
 from wan.checkpoint.prefixes import find_shared_prefix, strip_prefixes
-from wan.checkpoint.tensor_info import TensorInfo
 
 DOTTED = (
     "_orig_mod.",
@@ -99,20 +98,6 @@ def test_separators_are_read_by_the_module_tree(task: str, tiny: Any, tmp_path: 
         if {name: suffix and suffix.stem for name, suffix in stems.items()} != expected:
             wrong.append(prefix)
     assert not wrong
-
-
-def test_separators_that_leave_two_layers_are_refused(tmp_path: Path) -> None:
-    info = TensorInfo(tmp_path, "", "F32", (4, 4), 64)
-    network = {"blocks.0.a.b_c.weight": info, "blocks.0.a_b.c.weight": info}
-    path, found = tmp_path / "x.safetensors", {}
-    down, up = make_pair(torch.Size((4, 4)), 2)
-    for name in ("blocks.0.a.b_c", "blocks.0.a_b.c", "blocks_0.a_b_c", "blocks.0.a.b.c"):
-        save_file({f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}, path)
-        reader = LoraReader(LoraFile(path), network, "dit")
-        found[name] = get_refusal(lambda reader=reader: print(*reader.read().deltas))
-    assert not found["blocks.0.a.b_c"] and not found["blocks.0.a_b.c"]
-    check_refusals("LoRA: separators", {"two layers": found["blocks_0.a_b_c"]})
-    assert "may mean" in found["blocks.0.a.b.c"]
 
 
 @pytest.mark.parametrize("prefix", ["transformer_", "model_", "refiner_", "audio_", "my_"])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Literal, TypeGuard
+from typing import Literal
 
 from wan.checkpoint.tensor_info import TensorInfo
 
@@ -56,11 +56,6 @@ class LowRankMatrix:
 
 
 Matrix = StoredMatrix | LowRankMatrix
-
-
-def is_low_rank(matrix: Matrix) -> TypeGuard[LowRankMatrix]:
-    """Returns whether a matrix is stored as factors."""
-    return isinstance(matrix, LowRankMatrix)
 
 
 @dataclass(frozen=True)

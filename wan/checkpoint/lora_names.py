@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from wan.checkpoint.keymaps import (
     nest_animate2_block,
@@ -172,35 +172,14 @@ def names_both_experts(names: Iterable[str]) -> bool:
     return len({is_low_noise(name) for name in names}) == 2
 
 
-class Spellings:
-    """The official names of layers or parameters by their spellings, without a prefix.
-
-    The module tree tells where a name of it is separated, so each separator of a spelling may be a
-    dot or an underscore.
-    """
-
-    def __init__(self) -> None:
-        self._exact: dict[str, str] = {}
-        self._flat: dict[str, set[str]] = {}
-
-    def add(self, spelling: str, official: str) -> None:
-        """Adds a spelling with dots."""
-        self._exact[spelling] = official
-        self._flat.setdefault(spelling.replace(".", "_"), set()).add(official)
-
-    def __contains__(self, name: str) -> bool:
-        return name.replace(".", "_") in self._flat
-
-    def find_all(self, name: str) -> list[str]:
-        """Returns all official names that a name may mean, sorted."""
-        if name in self._exact:
-            return [self._exact[name]]
-        return sorted(self._flat.get(name.replace(".", "_"), ()))
+def flatten_name(name: str) -> str:
+    """Returns a name with underscores, because each separator of a spelling may be one or a dot."""
+    return name.replace(".", "_")
 
 
-def map_layer_spellings(parameters: Mapping[str, Any]) -> Spellings:
-    """Maps every spelling of a layer's name to its official name."""
-    spellings = Spellings()
+def map_layer_spellings(parameters: Iterable[str]) -> dict[str, str]:
+    """Maps every spelling of a layer's name, with underscores, to its official name."""
+    spellings: dict[str, str] = {}
     for name in parameters:
         official, _, parameter = name.rpartition(".")
         diffusers_name = rename_dit_to_diffusers(name)
@@ -211,18 +190,17 @@ def map_layer_spellings(parameters: Mapping[str, Any]) -> Spellings:
         names += [rename_animate2_to_diffusers(official), nest_animate2_block(official)]
         if names[1].endswith(".to_out.0"):  # diffusers' attention processors have to_out_lora
             names.append(names[1].removesuffix(".0"))
-        for spelling in names:
-            spellings.add(spelling, official)
+        spellings |= {flatten_name(spelling): official for spelling in names}
     return spellings
 
 
-def map_parameter_spellings(parameters: Iterable[str]) -> Spellings:
-    """Maps every spelling of a parameter's name to its official name."""
-    spellings = Spellings()
-    for name in parameters:
-        for spelling in (name, rename_dit_to_diffusers(name)):
-            spellings.add(spelling, name)
-    return spellings
+def map_parameter_spellings(parameters: Iterable[str]) -> dict[str, str]:
+    """Maps every spelling of a parameter's name, with underscores, to its official name."""
+    return {
+        flatten_name(spelling): name
+        for name in parameters
+        for spelling in (name, rename_dit_to_diffusers(name))
+    }
 
 
 def list_names(names: Iterable[str]) -> str:

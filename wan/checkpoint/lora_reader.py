@@ -24,8 +24,8 @@ from wan.checkpoint.lora_names import (
     HIGH_NOISE_PREFIX,
     LOW_NOISE_PREFIX,
     PREFIXES,
-    Spellings,
     Suffix,
+    flatten_name,
     is_image_layer,
     is_low_noise,
     list_names,
@@ -199,7 +199,7 @@ class LoraReader:
         stems = {name: _remove_module_words(suffix.stem) for name, suffix in suffixes.items()}
 
         def is_known(stem: str) -> bool:
-            return stem in layers or stem in parameters
+            return flatten_name(stem) in layers or flatten_name(stem) in parameters
 
         stripped = {name: strip_prefixes(stem, is_known, PREFIXES) for name, stem in stems.items()}
         unknown = [name for name, stages in stripped.items() if not is_known(stages[-1])]
@@ -213,25 +213,16 @@ class LoraReader:
             }
         resolved = {}
         for name, stages in stripped.items():
-            stem, role = stages[-1], suffixes[name].role
+            stem, role = flatten_name(stages[-1]), suffixes[name].role
             if role and stem in layers:
-                layer = self.find_official_name(layers, stem, name)
+                layer = layers[stem]
             elif stem in parameters and role in ("", "difference of weight"):
-                official = self.find_official_name(parameters, stem, name)
-                layer, _, parameter = official.rpartition(".")
+                layer, _, parameter = parameters[stem].rpartition(".")
                 role = f"{'difference of' if role else 'whole'} {parameter}"
             else:
                 raise self.make_name_error([name], suffixes)
             resolved[name] = layer, role, stages
         return resolved
-
-    def find_official_name(self, spellings: Spellings, stem: str, name: str) -> str:
-        """Returns the only official name that the stem of a tensor's name may mean."""
-        official, *further_names = spellings.find_all(stem)
-        if further_names:
-            why = f"holds {name}, which may mean {official} or {further_names[0]}"
-            raise self.make_error(why, "write the layer with dots between its modules")
-        return official
 
     def make_name_error(self, names: Sequence[str], suffixes: Mapping[str, Suffix]) -> InputError:
         """Returns the refusal of tensors of unknown kinds, or of layers that the network lacks."""

@@ -11,10 +11,9 @@ from torch import Tensor
 from wan.checkpoint.load import DtypeRule, open_sources
 from wan.checkpoint.lora import Lora, collect_deltas
 from wan.checkpoint.lora_deltas import (
+    LowRankMatrix,
     Matrix,
-    StoredMatrix,
     WeightDelta,
-    is_low_rank,
     list_factor_shapes,
     list_kroneckers,
 )
@@ -97,7 +96,8 @@ def _join_pairs(
     for delta in deltas:
         if delta.operation == "kronecker":
             continue
-        infos = [m.up if name == "lora_up" else m.down for m in delta.matrices if is_low_rank(m)]
+        pairs = [matrix for matrix in delta.matrices if isinstance(matrix, LowRankMatrix)]
+        infos = [pair.up if name == "lora_up" else pair.down for pair in pairs]
         matrix, *factors = [read_values(info, slice(None)).flatten(1) for info in infos]
         for factor in factors:  # a product by elements is a pair of all products of the factors
             if name == "lora_up":
@@ -202,11 +202,11 @@ def _add_delta(
     first = delta.matrices[0]
     if delta.operation == "kronecker":
         values = _read_kronecker_rows(read_values, delta, rows)
-    elif delta.operation == "multiply" and is_low_rank(first):
+    elif delta.operation == "multiply":
         up, down = (read_values(info, slice(None)).flatten(1) for info in first.infos)
         channels = weight.view(len(weight), len(up), -1)
         values = torch.einsum("oik,ir,rj->ojk", channels, up, down)
-    elif delta.operation == "add" and is_low_rank(first):
+    elif delta.operation == "add" and isinstance(first, LowRankMatrix):
         up, down = read_values(first.up, rows), read_values(first.down, slice(None))
         total.addmm_(up.flatten(1), down.flatten(1), alpha=delta.scale)
         return
@@ -221,8 +221,7 @@ def _add_delta(
 
 def _read_matrix(read_values: ReadValues, matrix: Matrix, rows: slice) -> Tensor:
     """Returns rows of a matrix."""
-    if not is_low_rank(matrix):
-        assert isinstance(matrix, StoredMatrix)
+    if not isinstance(matrix, LowRankMatrix):
         values = read_values(matrix.info, rows)
         return values.reshape(len(values), -1)
     up = read_values(matrix.up, rows).flatten(1)

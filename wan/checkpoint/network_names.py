@@ -15,8 +15,7 @@ from itertools import islice
 from wan.checkpoint.expert_names import EXPERTS, find_expert_tags
 from wan.checkpoint.lora_names import split_suffix
 from wan.checkpoint.prefixes import WRAPPERS
-from wan.checkpoint.quant_programs import rename_scaled_values
-from wan.checkpoint.tensor_info import GET_READ_FORMAT, TensorInfo
+from wan.checkpoint.tensor_info import FP8, GET_READ_FORMAT, TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 
@@ -68,6 +67,8 @@ _is_unused_text_tensor = re.compile(
     r"decoder\.|lm_head\.|dec\.|output\.weight$|(?:.*\.)?logit_scale$"
 ).match
 _is_parameter = re.compile(r".*(\.weight|\.bias|modulation)$").match
+_READ_LAYOUTS = ((".weight._data", ".weight._scale"), (".int8_weight", ".scale"))
+"""Ends of the values and of their scales: quanto's and TurboDiffusion's."""
 _WORD_TABLES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
@@ -134,6 +135,11 @@ def check_format(tensors: Mapping[str, TensorInfo]) -> None:
     error = OtherFormatError(f"{file}", None, why, GET_READ_FORMAT)
     error.components = frozenset(components)
     raise error
+
+
+def has_scaled_int8(info: TensorInfo) -> bool:
+    """Whether the program that stored int8 values only multiplies them by their scales."""
+    return info.name.endswith(tuple(values_end for values_end, _ in _READ_LAYOUTS))
 
 
 def select_network(
@@ -247,11 +253,27 @@ def _is_video_vae(tensors: Mapping[str, TensorInfo], prefix: str) -> bool:
     return any(len(i.shape) == 5 for name, i in tensors.items() if name.startswith(prefix))
 
 
+def _rename_scaled_values(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Names values and scales that can be read `X.weight` and `X.weight_scale`."""
+    renamed = dict(tensors)
+    for name, info in tensors.items():
+        for values_end, scale_end in _READ_LAYOUTS:
+            layer = name.removesuffix(values_end)
+            scale = tensors.get(f"{layer}{scale_end}")
+            if layer == name or scale is None or info.dtype not in ("I8", *FP8):
+                continue
+            if f"{layer}.weight._shift" in tensors or f"{layer}.weight" in tensors:
+                continue
+            del renamed[name], renamed[f"{layer}{scale_end}"]
+            renamed |= {f"{layer}.weight": info, f"{layer}.weight_scale": scale}
+    return renamed
+
+
 def _remove_wrappers(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     unwrapped: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         add_once(unwrapped, WRAPPERS.sub("", name), info)
-    return rename_scaled_values(unwrapped)
+    return _rename_scaled_values(unwrapped)
 
 
 def add_once(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:

@@ -17,8 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.network_names import add_once, check_format, select_network
-from wan.checkpoint.quant_programs import has_scaled_int8
+from wan.checkpoint.network_names import add_once, check_format, has_scaled_int8, select_network
 from wan.checkpoint.safetensors_header import read_safetensors_metadata
 from wan.checkpoint.tensor_info import (
     E4M3,
