@@ -28,6 +28,7 @@ from wan.checkpoint.network_names import (
 from wan.checkpoint.pickle_header import ForeignPickleError
 from wan.checkpoint.tensor_info import PICKLE_SUFFIXES, WEIGHT_FILES, TensorInfo
 from wan.settings.errors import InputError
+from wan.settings.values import list_names
 from wan.utils.files import find_link_error
 
 _ANIMATE2_FOLDER = "videomodel/Wan-AI"
@@ -149,10 +150,8 @@ class WeightFinder:
         candidates = plain or candidates
         if len(candidates) > 1:
             names = sorted(str(file.path.relative_to(self.folder)) for file in candidates)
-            listing = f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
-            why = (
-                f"holds {len(names)} files with {COMPONENTS[component]} to choose from ({listing})"
-            )
+            why = f"holds {len(names)} files with {COMPONENTS[component]} to choose from"
+            why = f"{why} ({list_names(names)})"
             raise InputError(f"{self.folder}", None, why, f"choose one with `{flag}`")
         if not candidates and self.errors:
             raise self.errors[0]

@@ -46,7 +46,7 @@ from wan.checkpoint.tensor_source import (
 from wan.checkpoint.w8a8_export import FP8_DYNAMIC, Export, QuantizedDit
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
-from wan.settings.values import format_value
+from wan.settings.values import format_value, list_names
 from wan.utils import system
 from wan.utils.log import make_progress_bar
 
@@ -179,9 +179,7 @@ def check_names_and_shapes(
         ("has the unknown", sorted(unknown), "give a file of this network, or remove them"),
     ):
         if names:
-            listing = ", ".join(format_value(name, str) for name in names[:3])
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            why = f"{problem} tensor{'s' if len(names) > 1 else ''} {listing}{more}"
+            why = f"{problem} tensor{'s' if len(names) > 1 else ''} {list_names(names)}"
             raise InputError(f"{origin}", None, why, remedy)
     for name, parameter in expected.items():
         info = tensors[name]

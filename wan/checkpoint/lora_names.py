@@ -201,10 +201,3 @@ def map_parameter_spellings(parameters: Iterable[str]) -> dict[str, str]:
         for name in parameters
         for spelling in (name, rename_dit_to_diffusers(name))
     }
-
-
-def list_names(names: Iterable[str]) -> str:
-    """Returns the first three names, and how many follow."""
-    all_names = list(names)
-    first, more = all_names[:3], len(all_names) - 3
-    return f"{', '.join(first)} and {more} more" if more > 0 else ", ".join(first)

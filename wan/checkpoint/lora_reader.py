@@ -28,7 +28,6 @@ from wan.checkpoint.lora_names import (
     flatten_name,
     is_image_layer,
     is_low_noise,
-    list_names,
     map_layer_spellings,
     map_parameter_spellings,
     split_suffix,
@@ -43,7 +42,7 @@ from wan.checkpoint.tensor_info import (
     TensorInfo,
 )
 from wan.settings.errors import InputError
-from wan.settings.values import format_value
+from wan.settings.values import format_value, list_names
 from wan.utils.files import has_file
 
 _SUFFIXES = (*SAFETENSORS_SUFFIXES, *PICKLE_SUFFIXES)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 from wan.checkpoint.expert_names import EXPERTS, find_expert_tags
 from wan.checkpoint.lora_names import split_suffix
 from wan.checkpoint.prefixes import WRAPPERS
 from wan.checkpoint.tensor_info import FP8, GET_READ_FORMAT, TensorInfo
 from wan.settings.errors import InputError
-from wan.settings.values import format_value
+from wan.settings.values import list_names
 
 VACE_MODULE = "vace_module"
 COMPONENTS = {
@@ -88,10 +87,8 @@ class NetworkNames:
 
 
 def list_tensors(infos: Iterable[TensorInfo]) -> str:
-    """Returns the names and dtypes of the first three tensors, and whether there are more."""
-    first = [*islice(infos, 4)]
-    names = ", ".join(f"{format_value(info.name, str)} {info.dtype}" for info in first[:3])
-    return f"{names}, ..." if len(first) > 3 else names
+    """Returns the names and dtypes of the first three tensors, and how many follow."""
+    return list_names(f"{info.name} {info.dtype}" for info in infos)
 
 
 def find_networks(tensors: Mapping[str, TensorInfo]) -> list[NetworkNames]:
@@ -229,7 +226,8 @@ def _find_experts(prefixes: set[str]) -> dict[str, str]:
     """Returns the expert of each of two prefixes of DiTs; {} unless both say theirs."""
     by_expert: dict[str, str] = {}
     for prefix in prefixes if len(prefixes) == len(EXPERTS) else ():
-        experts = {tag.expert for tag in find_expert_tags(prefix) if not tag.is_ambiguous} or {
+        tags = (tag for part in prefix.split(".") for tag in find_expert_tags(part))
+        experts = {tag.expert for tag in tags if not tag.is_ambiguous} or {
             expert for end, expert in _EXPERT_PREFIXES.items() if f".{prefix}".endswith(f".{end}")
         }
         if len(experts) == 1:

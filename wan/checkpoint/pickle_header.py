@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from wan.checkpoint.tensor_info import MAX_AXES, FileState, TensorInfo
 from wan.settings.errors import InputError
-from wan.settings.values import format_value
+from wan.settings.values import format_value, list_names
 from wan.utils.files import open_regular_file
 
 _MAX_PICKLE_BYTES = 16_000_000  # bytes of `data.pkl`; the largest network's has 0.5 MB
@@ -368,8 +368,7 @@ def _select_weights(path: Path, content: Any) -> dict[str, TensorInfo]:
     elif isinstance(content, Mapping) and len(find_foreign_names(content)) == len(content):
         sets = [name for name, value in content.items() if is_weights(value)]
         if len(sets) > 1:
-            names = ", ".join(format_value(name, str) for name in sets[:3])
-            why = f"holds {len(sets)} sets of weights ({names})"
+            why = f"holds {len(sets)} sets of weights ({list_names(map(str, sets))})"
             raise ForeignPickleError(f"{path}", None, why, "save one of them as safetensors")
         content = content[sets[0]] if sets else content
     foreign_names = (
