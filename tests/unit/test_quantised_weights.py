@@ -226,11 +226,9 @@ WRONG: dict[str, Callable[[Path], Any]] = {
     "no folder": shutil.rmtree,
     "no description": lambda f: (f / DESCRIPTION).unlink(),
     "no JSON": lambda f: (f / DESCRIPTION).write_text("{"),
-    "rank": lambda f: (f / DESCRIPTION).rename(f / DESCRIPTION.replace(".", "_0.")),
     "no type": lambda f: edit_description(f, lambda d: d.pop("model_quant_type")),
     "type": lambda f: edit_description(f, lambda d: d.update(model_quant_type=3)),
     "no weights": lambda f: (f / WEIGHTS).unlink(),
-    "weights of a rank": lambda f: (f / WEIGHTS).rename(f / WEIGHTS.replace(".", "_1.")),
     "truncated": lambda f: (f / WEIGHTS).write_bytes(b"\0" * 9),
     "nothing": lambda f: edit_description(
         f, lambda d: d.update({k: "FLOAT" for k in d if "blocks" in k})
