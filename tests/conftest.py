@@ -296,7 +296,7 @@ def refusals(
 
     for name in (
         "checkpoint.load.load_weights",
-        "checkpoint.load.map_safetensors",
+        "checkpoint.load.map_tensors",
         "testing.random_checkpoint.make_checkpoint",
     ):
         monkeypatch.setattr(f"wan.{name}", fail)

@@ -29,20 +29,16 @@ CONVOLUTION = "patch_embedding"
 LYCORIS: dict[str, tuple[Any, dict[str, Any]]] = {
     "LoRA": (LoConModule, {}),
     "rsLoRA": (LoConModule, {"rs_lora": True}),
-    "LoCon with a core": (LoConModule, {"use_tucker": True}),
-    "DoRA of rows": (LoConModule, {"weight_decompose": True}),
-    "DoRA of columns": (LoConModule, {"weight_decompose": True, "wd_on_out": False}),
+    "DoRA": (LoConModule, {"weight_decompose": True}),
     "LoHa": (LohaModule, {}),
-    "LoHa with cores": (LohaModule, {"use_tucker": True}),
     "LoHa, DoRA": (LohaModule, {"weight_decompose": True}),
     "LoKr": (LokrModule, {}),
     "LoKr of 4": (LokrModule, {"factor": 4}),
     "LoKr, whole": (LokrModule, {"factor": 8, "full_matrix": True}),
     "LoKr, factorised": (LokrModule, {"factor": 8, "decompose_both": True}),
-    "LoKr with a core": (LokrModule, {"factor": 4, "use_tucker": True}),
     "LoKr, unbalanced": (LokrModule, {"factor": 4, "unbalanced_factorization": True}),
     "GLoRA": (GLoRAModule, {}),
-    "LoKr, DoRA of columns": (LokrModule, {"weight_decompose": True, "wd_on_out": False}),
+    "LoKr, DoRA": (LokrModule, {"weight_decompose": True}),
 }
 """Kind -> LyCORIS' class and its arguments."""
 

@@ -38,11 +38,11 @@ from wan.checkpoint.headers import (
     check_file_complete,
     compute_fingerprint,
     read_json,
-    read_safetensors_header,
 )
 from wan.checkpoint.keymaps import rename_dit_to_official
 from wan.checkpoint.layout import SPARSE_LINEAR, DitFiles, inspect_checkpoint
 from wan.checkpoint.load import open_sources, read_headers
+from wan.checkpoint.safetensors_header import read_safetensors_header
 from wan.checkpoint.safetensors_stream import stream_safetensors
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError

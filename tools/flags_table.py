@@ -4,7 +4,7 @@
     python tools/flags_table.py
 
 Each table is between two markers of its page: all flags in docs/cli.md, dense kernels in
-docs/attention_backends.md, names in LoRA files in docs/few_step.md, and kinds of LoRA files in
+docs/attention_backends.md, names in LoRA files in docs/few_step.md, and kinds of files in
 docs/checkpoints.md. A test compares the pages with the package.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from wan.app.programs import run_program
-from wan.checkpoint.lora_names import DIFFERENCES, KINDS, NAMINGS, OTHER_NETWORKS, REFUSED_KINDS
+from wan.checkpoint.lora_names import DIFFERENCES, NAMINGS
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import GROUPS
@@ -74,14 +74,6 @@ def list_lora_namings() -> Iterable[Row]:
         yield f"whole differences of the {part}", "", ", ".join(f"`{end}`" for end in ends)
 
 
-def list_lora_kinds() -> Iterable[Row]:
-    """Yields a row for each kind of adapter: what is computed, or that it is refused."""
-    yield "Kind", "Merged: added to W", "With kept FP8 or GGUF weights"
-    for kind in KINDS:
-        yield kind.name, f"{kind.merged}", kind.separate
-    yield f"refused by name: {', '.join((*REFUSED_KINDS, *OTHER_NETWORKS))}", "", ""
-
-
 _SENTENCES = DOCS.parent / "tests" / "refusals.txt"
 _FILE_KINDS = (  # kind of file, and the case of the tests whose sentence it gets
     ("two networks in one file", "checkpoints: several networks", "two without names"),
@@ -99,7 +91,6 @@ _FILE_KINDS = (  # kind of file, and the case of the tests whose sentence it get
     ("a big-endian GGUF file", "gguf: files", "big-endian"),
     ("a LoRA of unknown kind", "LoRA: unknown names", "ends"),
     ("a LoRA of another network", "LoRA: unknown names", "layers"),
-    ("a LoRA with some unknown prefixes", "LoRA: unknown names", "prefixes"),
     ("whole weights given as a LoRA", "LoRA: unknown names", "whole weights"),
     ("a LoRA of a CLIP image input only", "LoRA: files", "only image keys"),
 )
@@ -120,7 +111,6 @@ TABLES: dict[tuple[str, str], Callable[[], Iterable[Row]]] = {
     ("cli.md", "all flags"): list_flags,
     ("attention_backends.md", "dense kernels"): list_kernels,
     ("few_step.md", "names in LoRA files"): list_lora_namings,
-    ("checkpoints.md", "kinds of LoRA files"): list_lora_kinds,
     ("checkpoints.md", "kinds of files"): list_file_kinds,
 }
 """Page and title of a table -> its rows, of which the first one is the head."""

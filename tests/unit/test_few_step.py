@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.pipelines import resolve_plan
+from tests.pipelines import build_quick_pipeline, resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from wan.app.run import Run
 from wan.checkpoint.layout import inspect_checkpoint
@@ -224,7 +224,7 @@ def test_networks_that_need_more_are_named(tiny: Any, tmp_path: Path) -> None:
     state, messages = load_file(file), {}
     for name in ("blocks.0.self_attn.gate_compress.weight", "time_embedding_r.0.weight"):
         save_file({**state, name: torch.zeros(2, 2)}, file)
-        messages[name] = get_refusal(inspect_checkpoint, folder)
+        messages[name] = get_refusal(build_quick_pipeline, folder, "--task", "t2v-1.3B")
     check_refusals("checkpoints: networks that need more", messages)
 
 

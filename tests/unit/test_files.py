@@ -14,8 +14,8 @@ from wan.checkpoint.headers import (
     compute_fingerprint,
     is_further_shard,
     list_shards,
-    read_safetensors_header,
 )
+from wan.checkpoint.safetensors_header import read_safetensors_header
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 
@@ -50,11 +50,12 @@ def small_file(path: Path, change: Callable[[Header], object] = len, data: int =
 
 def test_a_header(tmp_path: Path) -> None:
     path = small_file(tmp_path / "x.safetensors")
+    start = path.stat().st_size - 28
     assert read_safetensors_header(path) == {
-        "a": TensorInfo(path, "a", "F32", (2, 3), 24),
-        "b": TensorInfo(path, "b", "F8_E4M3", (3,), 3),
-        "c": TensorInfo(path, "c", "F4", (2,), 1),
-        "empty": TensorInfo(path, "empty", "BOOL", (3, 0), 0),
+        "a": TensorInfo(path, "a", "F32", (2, 3), 24, data_offset=start),
+        "b": TensorInfo(path, "b", "F8_E4M3", (3,), 3, data_offset=start + 24),
+        "c": TensorInfo(path, "c", "F4", (2,), 1, data_offset=start + 27),
+        "empty": TensorInfo(path, "empty", "BOOL", (3, 0), 0, data_offset=start + 28),
     }
 
 

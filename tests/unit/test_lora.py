@@ -300,6 +300,7 @@ BAD: dict[str, dict[str, Tensor]] = {
     "lone bias": {f"{Q}.lora_B.bias": torch.ones(96)},
     "int8": PAIR | {f"{Q}.lora_up.weight": B.to(torch.int8)},
     "a DoRA's shape": PAIR | {f"{Q}.dora_scale": torch.ones(95, 1)},
+    "a DoRA of columns": PAIR | {f"{Q}.dora_scale": torch.ones(1, 96)},
     "a DoRA of a norm": {
         "blocks.0.norm3.lora_down.weight": A[:, :1],
         "blocks.0.norm3.lora_up.weight": B,
@@ -315,8 +316,6 @@ BAD: dict[str, dict[str, Tensor]] = {
     | {f"{Q}.hada_w{i}_{x}": B if x == "a" else A for i in "12" for x in "ab"},
     "LoKr's shape": {f"{Q}.lokr_w1": torch.ones(2, 2), f"{Q}.lokr_w2": torch.ones(48, 47)},
     "OFT": {f"{Q}.oft_blocks": B},
-    "LoCon": PAIR | {f"{Q}.lora_mid.weight": torch.ones(2, 3)},
-    "reshaped": PAIR | {f"{Q}.reshape_weight": torch.ones(2)},
     "text encoder": PAIR | {"lora_te_text_model_q.lora_down.weight": A},
     "difference's shape": {"blocks.0.norm3.diff": torch.ones(95)},
     "no such bias": {"blocks.0.self_attn.norm_q.diff_b": torch.ones(96)},

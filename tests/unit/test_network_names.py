@@ -114,6 +114,7 @@ def test_one_file_of_all_networks(dense: Checkpoint, tiny: Any, tmp_path: Path) 
         ("pipe.dit.", "pipe.dit2."),
         ("model.high_noise_model.", "model.low_noise_model."),
         ("HighNoise.transformer.", "LowNoise.transformer."),
+        ("high.transformer.", "low.transformer."),
         ("a_h.transformer.", "a_h.transformer_2."),  # an ambiguous word decides nothing
     ],
 )

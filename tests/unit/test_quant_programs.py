@@ -1,4 +1,4 @@
-"""Networks that other programs quantized are read, or refused by the name of the program."""
+"""Networks that other programs quantized are read, or refused by one rule."""
 
 from __future__ import annotations
 
@@ -16,22 +16,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoint_files import are_equal, load_tensors, read_values
-from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_marks import float8_blocks
 from wan.checkpoint.headers import read_file_headers
 from wan.checkpoint.keymaps import (
-    rename_clip_to_transformers,
     rename_t5_to_transformers,
     rename_vae_to_diffusers,
 )
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import read_headers
-from wan.checkpoint.lora import resolve_loras
 from wan.checkpoint.quant_metadata import collect_network_tensors
-from wan.planner import report
-from wan.planner.measure import Planner
-from wan.settings.command import Loras, NetworkFiles
+from wan.settings.command import NetworkFiles
 
 ONES = torch.ones(2, 2)
 State = Mapping[str, Tensor]
@@ -93,106 +88,68 @@ def load_encoder(folder: Path) -> dict[str, Tensor]:
     return load_tensors(folder / "models_t5_umt5-xxl-enc-bf16.pth")
 
 
-REFUSED: dict[str, tuple[str, ...]] = {  # program -> ends of the tensors of a layer
-    "quanto": ("weight._data._data", "weight._scale", "weight._shift"),
-    "torchao": ("_weight_qdata", "_weight_scale"),
-    "torchao ": ("weight:qdata", "weight:scale"),
-    "torchao  ": ("weight.tensor_impl.int_data", "weight.tensor_impl.scale"),
+REFUSED: dict[str, tuple[str, ...]] = {  # format -> ends of the tensors of a layer
+    "quanto, int4": ("weight._data._data", "weight._scale", "weight._shift"),
+    "torchao": ("weight:qdata", "weight:scale"),
     "Nunchaku": ("qweight", "wscales", "smooth_factor", "lora_down", "lora_up"),
-    "bitsandbytes (NF4)": ("weight", "weight.absmax", "weight.quant_state.bitsandbytes__nf4"),
-    "bitsandbytes (FP4)": ("weight", "weight.absmax", "weight.quant_state.bitsandbytes__fp4"),
-    "bitsandbytes (int8)": ("weight", "SCB"),
     "bitsandbytes": ("weight", "weight.absmax", "weight.quant_map"),
-    "GPTQ": ("qweight", "qzeros", "scales", "g_idx"),
-    "AWQ": ("qweight", "qzeros", "scales"),
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape"),
     "HQQ": ("W_q", "meta"),
-    "SDNQ": ("weight", "scale", "zero_point"),
-    "TurboDiffusion": ("int8_weight",),
-    "a format that is not known": ("weight_of_tomorrow",),
+    "a format of tomorrow": ("weight_of_tomorrow",),
 }
 
 
 def rename_state(state: State, ends: tuple[str, ...]) -> dict[str, Tensor]:
-    """Gives each weight of two and of five axes the tensors of a program."""
+    """Gives each weight of two and of five axes the tensors of a format."""
     stored = {}
     for name, tensor in state.items():
         layer = name.removesuffix(".weight")
         is_weight = layer != name and tensor.dim() in (2, 5)
         names = [f"{layer}.{end}" for end in ends] if is_weight else [name]
-        stored |= {x: tensor.clone() for x in names}
+        stored |= {x: tensor.to(torch.uint8 if is_weight and x == name else None) for x in names}
+        stored = {x: tensor.clone() for x, tensor in stored.items()}
     return stored
 
 
-@pytest.mark.parametrize("program", REFUSED)
-def test_other_programs_are_named(program: str, tiny: Any, tmp_path: Path) -> None:
-    """For each network, given with a flag or in the folder, in a plan, and given as a LoRA."""
-    source, sentences = tiny("t2v-1.3B"), {}
-    folder = Path(shutil.copytree(source, tmp_path / "folder"))
-    clip = {"visual.cls_embedding": torch.ones(1), "visual.transformer.0.attn.proj.weight": ONES}
+@pytest.mark.parametrize("layout", REFUSED)
+def test_other_formats_are_refused(layout: str, tiny: Any, tmp_path: Path) -> None:
+    """By rule, for each network, given with a flag or in the folder."""
+    source, sentences, ends = tiny("t2v-1.3B"), {}, REFUSED[layout]
     vae = torch.load(source / "Wan2.1_VAE.pth")
     states = {
         "dit": {name: x for name, x in load_file(source / FILE).items() if "blocks.1" not in name},
         "text_encoder": load_encoder(source),
         "vae": {name: x for name, x in vae.items() if name.startswith(("conv", "encoder.conv1"))},
+        "image_encoder": {"visual.cls_embedding": ONES, "visual.x.attn.proj.weight": ONES},
     }
-    argv = "--task", "t2v-1.3B", "--ckpt_dir", folder, "--size", "64*64"
     for component, state in states.items():
-        path, stored = tmp_path / f"{component}.pth", rename_state(state, REFUSED[program])
-        torch.save(stored, path)
-        files = NetworkFiles(**{component: path})
-        sentences[component] = get_refusal(inspect_checkpoint, source, files)
-    if "not known" not in program:
-        stored = rename_state(states["vae"], REFUSED[program])
-        save_file(stored, tmp_path / "x.safetensors")
-        loras = Loras((str(tmp_path / "x.safetensors"),))
-        sentences["lora"] = get_refusal(resolve_loras, loras, inspect_checkpoint(source))
-        torch.save(rename_state(clip, REFUSED[program]), tmp_path / "clip.pth")
-        sentences["clip"] = get_refusal(
-            read_headers, tmp_path / "clip.pth", rename_clip_to_transformers, "image_encoder"
-        )
-    shutil.copy(tmp_path / "vae.pth", folder / "Wan2.1_VAE.pth")
-    sentences["a plan"] = get_refusal(plan, *argv)
-    save_file(rename_state(states["dit"], REFUSED[program]), folder / FILE)
-    sentences["the folder"] = get_refusal(inspect_checkpoint, folder)
-    if program in ("Nunchaku", "a format that is not known"):
-        check_refusals(f"networks of {program}", sentences)
-    wrong = {case: text for case, text in sentences.items() if program.strip() not in text}
-    assert not wrong
+        path = tmp_path / f"{component}.pth"
+        torch.save(rename_state(state, ends), path)
+        if component != "image_encoder" or "weight" in ends:
+            sentences[component] = get_refusal(read_headers, path, str, component)
+    files = NetworkFiles(dit=tmp_path / "dit.pth")
+    sentences["by its flag"] = get_refusal(inspect_checkpoint, source, files)
+    folder = Path(shutil.copytree(source, tmp_path / "folder"))
+    save_file(rename_state(states["dit"], ends), folder / FILE)
+    sentences["in the folder"] = get_refusal(inspect_checkpoint, folder)
+    words = "is stored as U8" if "weight" in ends else "in a format that is not read"
+    assert all(words in sentence for sentence in sentences.values()), sentences
+    if layout in ("Nunchaku", "bitsandbytes"):
+        check_refusals(f"networks of {layout}", sentences)
 
 
-def plan(*argv: Any) -> None:
-    run = resolve_plan(*argv)
-    list(report.describe_checkpoint_files(Planner(run.setup, run.params)))
-
-
-@pytest.mark.parametrize(
-    ("module", "program"),
-    [
-        ("optimum.quanto.tensor.weights.qbytes", "quanto"),
-        ("torchao.dtypes.affine_quantized_tensor", "torchao"),
-        ("bitsandbytes.nn.modules", "bitsandbytes"),
-        ("nunchaku.models", "Nunchaku"),
-    ],
-)
 def test_classes_of_other_programs_in_a_pickle_are_named(
-    module: str, program: str, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in a folder that lacks the network otherwise."""
-    parts = module.split(".")
-    for count in range(1, len(parts) + 1):
-        name = ".".join(parts[:count])
+    module = "optimum.quanto"
+    for name in ("optimum", module):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     weight_class = type("Weight", (), {"__module__": module, "__qualname__": "Weight"})
     monkeypatch.setattr(sys.modules[module], "Weight", weight_class, raising=False)
     path = tmp_path / "x.pth"
     torch.save({"blocks.0.ffn.0.weight": weight_class()}, path)
-    sentences = [
-        get_refusal(inspect_checkpoint, tiny("t2v-1.3B"), NetworkFiles(**{component: path}))
-        for component in ("dit", "text_encoder", "vae")
-    ]
-    folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "folder"))
-    (folder / FILE).rename(folder / "kept.txt")
-    shutil.copy(path, folder / "wan.pth")
-    sentences.append(get_refusal(inspect_checkpoint, folder))
-    assert all(program in sentence for sentence in sentences), sentences
+    for component in ("dit", "text_encoder", "vae"):
+        files = NetworkFiles(**{component: path})
+        assert "holds optimum.quanto.Weight" in get_refusal(
+            inspect_checkpoint, tiny("t2v-1.3B"), files
+        )

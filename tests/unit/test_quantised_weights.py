@@ -162,7 +162,7 @@ def test_tool_refuses_and_leaves_nothing(
     # A folder cannot take the place of a link.
     cases |= {f"a link to {name}": [*small, f"link to {name}"] for name in ("empty", "none")}
     # Nothing may be read before.
-    monkeypatch.setattr("wan.checkpoint.load.map_safetensors", None)
+    monkeypatch.setattr("wan.checkpoint.load.map_tensors", None)
     messages = {}
     for name, arguments in cases.items():
         assert quantize_dit.main([str(a) for a in arguments]) == 2, name
@@ -182,7 +182,7 @@ def test_tool_is_ended_while_it_reads(
         (SafetensorError("incomplete"), 2, unreadable),
         (KeyboardInterrupt, 130, "Interrupted; nothing was written.\n"),
     ):
-        monkeypatch.setattr("wan.checkpoint.load.map_safetensors", mock.Mock(side_effect=error))
+        monkeypatch.setattr("wan.checkpoint.load.map_tensors", mock.Mock(side_effect=error))
         assert quantize_dit.main(argv) == code
         text = capsys.readouterr().err
         assert message in text and "--out" not in text
@@ -227,11 +227,9 @@ WRONG: dict[str, Callable[[Path], Any]] = {
     "no folder": shutil.rmtree,
     "no description": lambda f: (f / DESCRIPTION).unlink(),
     "no JSON": lambda f: (f / DESCRIPTION).write_text("{"),
-    "rank": lambda f: (f / DESCRIPTION).rename(f / DESCRIPTION.replace(".", "_0.")),
     "no type": lambda f: edit_description(f, lambda d: d.pop("model_quant_type")),
     "type": lambda f: edit_description(f, lambda d: d.update(model_quant_type=3)),
     "no weights": lambda f: (f / WEIGHTS).unlink(),
-    "weights of a rank": lambda f: (f / WEIGHTS).rename(f / WEIGHTS.replace(".", "_1.")),
     "truncated": lambda f: (f / WEIGHTS).write_bytes(b"\0" * 9),
     "nothing": lambda f: edit_description(
         f, lambda d: d.update({k: "FLOAT" for k in d if "blocks" in k})

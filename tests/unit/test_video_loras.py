@@ -386,7 +386,7 @@ def test_refused(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
     save_pairs(outside, weights, [Q])
     (folder / "linked.safetensors").symlink_to(outside)
     (folder / "inner.safetensors").symlink_to(folder / "good.safetensors")
-    kinds = ("DoRA of rows", "LoHa, DoRA", "LoHa with cores", "LoCon with a core", "GLoRA")
+    kinds = ("DoRA", "LoHa, DoRA", "GLoRA")
     for kind in kinds:
         save_lycoris(kind, weights, folder / f"{kind}.safetensors", (Q, CONVOLUTION))
     weight = weights[f"{Q}.weight"]

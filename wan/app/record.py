@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from wan.app.output import make_unfinished_paths, write_to_first_path
 from wan.app.run import PATH_SETTINGS, Run
 from wan.checkpoint import lora
-from wan.checkpoint.headers import read_json, read_safetensors_metadata
+from wan.checkpoint.headers import read_json
 from wan.checkpoint.lora_folder import make_video_lora_record
+from wan.checkpoint.safetensors_header import read_safetensors_metadata
 from wan.media.video_writer import read_latents_shape
 from wan.pipeline.setup import Setup
 from wan.settings import noise_schedule

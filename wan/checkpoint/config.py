@@ -160,12 +160,7 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
     sizes = _infer_config_from_shapes(folder, tensors)
     path = folder / "config.json"
     config_json = _read_config_json(path) if has_file(path) else {}
-    for key, value in sizes.items():
-        json_value = config_json.get(key, value)
-        if type(json_value) is not type(value) or json_value != value:
-            why = f"is {format_value(json_value)}, but the tensors' shapes give "
-            why += format_value(value)
-            raise InputError(f"{path}: {key}", None, why, "download config.json and weights again")
+    _check_shapes_agree(path, config_json, sizes)
     overrides = {key: config_json[key] for key in _RULES if key in config_json}
     for key, value in overrides.items():
         is_valid, allowed = _RULES[key]
@@ -188,6 +183,18 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
         config |= read_network_config(path, tensors, config)
     frozen = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items()}
     return cast(DitConfig, frozen)
+
+
+def _check_shapes_agree(
+    path: Path, config_json: Mapping[str, Any], sizes: Mapping[str, Any]
+) -> None:
+    """Refuses a config.json that does not agree with what the tensors' shapes show."""
+    for key, value in sizes.items():
+        json_value = config_json.get(key, value)
+        if type(json_value) is not type(value) or json_value != value:
+            why = f"is {format_value(json_value)}, but the tensors' shapes give "
+            why += format_value(value)
+            raise InputError(f"{path}: {key}", None, why, "download config.json and weights again")
 
 
 def _check_blocks(folder: Path, shape_config: Mapping[str, Any]) -> None:
@@ -240,10 +247,7 @@ def _read_s2v_config(
         why = "lacks tensors of the audio encoder or audio injectors of S2V"
         raise InputError(f"{path.parent}", None, why, _GIVE_ALL_FILES)
     shape_config = {"audio_dim": conv_weight.shape[1], "num_audio_token": num_tokens}
-    for key, value in shape_config.items():
-        if config_json.get(key, value) != value:
-            why = f"is {format_value(config_json[key])}, but the tensors' shapes give {value}"
-            raise InputError(f"{path}: {key}", None, why, "download config.json and weights again")
+    _check_shapes_agree(path, config_json, shape_config)
     layers = config_json.get("audio_inject_layers", INJECT_LAYERS)
     is_int_list = isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers)
     if (
@@ -285,11 +289,8 @@ def _read_vace_config(
     if len(shape) != 5 or not count or block_ids != {str(index) for index in range(count)}:
         why = "lacks tensors of the control blocks of VACE"
         raise InputError(f"{path.parent}", None, why, _GIVE_ALL_FILES)
-    if config_json.get("vace_in_dim") not in (None, shape[1]):
-        value = format_value(config_json["vace_in_dim"])
-        why = f"is {value}, but the tensors' shapes give {shape[1]}"
-        remedy = "download config.json and weights again"
-        raise InputError(f"{path}: vace_in_dim", None, why, remedy)
+    if config_json.get("vace_in_dim") is not None:
+        _check_shapes_agree(path, config_json, {"vace_in_dim": shape[1]})
     layers = config_json.get("vace_layers")
     if layers is None:
         layers = list(range(0, num_layers, max(1, num_layers // count)))[:count]

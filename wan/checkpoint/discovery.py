@@ -14,10 +14,8 @@ from pathlib import Path
 from wan.checkpoint.dit_shapes import restore_patch_axes
 from wan.checkpoint.expert_names import ExpertTag, detect_experts
 from wan.checkpoint.headers import (
-    WEIGHT_FILES,
     is_further_shard,
-    read_file_headers,
-    read_folder_headers,
+    read_weight_headers,
 )
 from wan.checkpoint.network_names import (
     COMPONENTS,
@@ -27,10 +25,11 @@ from wan.checkpoint.network_names import (
     find_networks,
     select_network,
 )
-from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, ForeignPickleError
-from wan.checkpoint.tensor_info import TensorInfo
+from wan.checkpoint.pickle_header import ForeignPickleError
+from wan.checkpoint.tensor_info import PICKLE_SUFFIXES, WEIGHT_FILES, TensorInfo
 from wan.settings.errors import InputError
-from wan.utils.files import find_link_error, has_file
+from wan.settings.values import list_names
+from wan.utils.files import find_link_error
 
 _ANIMATE2_FOLDER = "videomodel/Wan-AI"
 _SUBFOLDERS = {  # ComfyUI's, of which `checkpoints` holds several networks, and Animate-2's
@@ -83,7 +82,7 @@ def inspect_weights(path: Path) -> dict[str, list[WeightFile]]:
         InputError: A file is incomplete, is quantized in a format that is not read, or holds a
             component twice and names no experts.
     """
-    tensors = (read_file_headers(path) if has_file(path) else read_folder_headers(path)) or {}
+    tensors = read_weight_headers(path)
     check_format(tensors)
     weight_files: dict[str, list[WeightFile]] = {}
     for network in find_networks(tensors):
@@ -151,10 +150,8 @@ class WeightFinder:
         candidates = plain or candidates
         if len(candidates) > 1:
             names = sorted(str(file.path.relative_to(self.folder)) for file in candidates)
-            listing = f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
-            why = (
-                f"holds {len(names)} files with {COMPONENTS[component]} to choose from ({listing})"
-            )
+            why = f"holds {len(names)} files with {COMPONENTS[component]} to choose from"
+            why = f"{why} ({list_names(names)})"
             raise InputError(f"{self.folder}", None, why, f"choose one with `{flag}`")
         if not candidates and self.errors:
             raise self.errors[0]

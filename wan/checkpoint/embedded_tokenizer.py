@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint import gguf
-from wan.checkpoint.headers import read_safetensors_offsets
+from wan.checkpoint.safetensors_header import read_safetensors_header
 from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
@@ -55,7 +55,7 @@ class UnigramVocab:
 def has_embedded_tokenizer(path: Path) -> bool:
     """Returns whether a text encoder's file contains its tokenizer, by tensor or metadata names."""
     if path.suffix in SAFETENSORS_SUFFIXES and path.is_file():
-        return _find_model(read_safetensors_offsets(path)) is not None
+        return _find_model(read_safetensors_header(path)) is not None
     if path.suffix == ".gguf":
         return _GGUF_KEYS["scores"] in gguf.read_gguf_metadata(path, (_GGUF_KEYS["scores"],))
     return False
@@ -91,8 +91,9 @@ def _read_gguf_vocab(path: Path) -> UnigramVocab:
 def _read_sentencepiece_vocab(path: Path) -> UnigramVocab:
     size, offset = -1, 0  # a file of the model alone
     if path.suffix in SAFETENSORS_SUFFIXES:
-        offsets = read_safetensors_offsets(path)
-        _, (size,), offset = offsets[_find_model(offsets) or _TENSOR_NAME]
+        infos = read_safetensors_header(path)
+        info = infos[_find_model(infos) or _TENSOR_NAME]
+        size, offset = info.nbytes, info.data_offset
     with open_regular_file(path) as file:
         file.seek(offset)
         model = file.read(size)

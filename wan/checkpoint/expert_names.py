@@ -6,8 +6,9 @@ words "high", "low", "HN" and "LN", in any case. Words end at non-letters and be
 
 An ambiguous tag counts only together with its counterpart: another file whose path differs only in
 the tag of the other expert, such as `style_H` for `style_L`. Ambiguous are single letters, "hi" and
-"lo", "high" and "low" before a noun that they describe (`high_quality`, `LowPoly`), and words in
-the names of folders outside a checkpoint.
+"lo", "high" and "low" before another word, which they may describe (`high_quality`, `LowPoly`), but
+not in capitals of their own (`HIGH_lightning`), and words in the names of folders outside a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wan.checkpoint.pickle_header import PICKLE_SUFFIXES
-from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES
+from wan.checkpoint.tensor_info import WEIGHT_FILES
 
 EXPERTS = ("high_noise", "low_noise")
 _EXPERT_WORDS = {"high": "high_noise", "hn": "high_noise", "low": "low_noise", "ln": "low_noise"}
@@ -27,16 +27,6 @@ _SHORT_WORDS = {"h": "high_noise", "hi": "high_noise", "l": "low_noise", "lo": "
 _NOISE_WORD = re.compile(r"hi(?:gh)?noise|(?<![sfgplbe])lo(?:w)?noise", re.IGNORECASE)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_]+")
 _VERSION = re.compile(r"(?<=[A-Za-z])(?=[vV]\d)")
-_DESCRIBED_NOUN = re.compile(
-    r"angle|angles|bit|bitrate|budget|cfg|contrast|cut|def|definition|detail|"
-    r"detailed|details|dynamic|end|fantasy|fashion|fi|fidelity|five|fps|freq|"
-    r"frequency|grade|guidance|heel|heeled|heels|jump|key|kick|level|light|"
-    r"lighting|lights|lit|mem|memory|motion|neck|pass|pixel|poly|pony|ponytail|"
-    r"power|precision|pressure|quality|ram|rank|res|resolution|rise|saturation|"
-    r"school|sharpness|shot|shots|shutter|society|speed|steps|strength|tech|"
-    r"tide|tops|vram|waist|waisted|weight"
-).fullmatch
-"""Nouns after "high" or "low", which then describe the noun and are an ambiguous tag."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +67,9 @@ def find_expert_tags(name: str) -> list[ExpertTag]:
             expert, num_words, has_noise = EXPERTS[text[0] == "l"], 2, True
         elif text in _EXPERT_WORDS:
             expert = _EXPERT_WORDS[text]
-            is_compound = is_adjacent and next_word.isalpha() and next_word != "lora"
-            is_ambiguous = _DESCRIBED_NOUN(next_word) is not None or is_compound
+            is_before_word = next_word.isalpha() and next_word not in ("v", "lora")
+            has_own_capitals = match[0].isupper() and next_match and not next_match[0].isupper()
+            is_ambiguous = is_before_word and (is_adjacent or not has_own_capitals)
         elif text in _SHORT_WORDS and not (is_adjacent and next_word.isdecimal()):  # not H264
             expert, is_ambiguous = _SHORT_WORDS[text], True
         if expert is not None:
@@ -125,7 +116,7 @@ def _find_path_tags(
     path: Path, paths: Collection[Path], folder: Path | None
 ) -> list[list[ExpertTag]]:
     """Returns the expert tags of a file's name, of its folder's name, and of each parent's."""
-    is_file = path.suffix in (*SAFETENSORS_SUFFIXES, ".gguf", *PICKLE_SUFFIXES)
+    is_file = path.suffix in WEIGHT_FILES
     name = path.stem if is_file else path.name
     if folder is not None:
         folder_names = [*path.relative_to(folder).parts[-2::-1]]

@@ -22,18 +22,14 @@ from wan.utils.files import open_regular_file
 
 _TYPE_NAMES = {
     **dict(enumerate(("F32", "F16", "Q4_0", "Q4_1"))),
-    **dict(enumerate(("Q5_0", "Q5_1", "Q8_0", "Q8_1"), start=6)),
-    **dict(enumerate(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K"), start=10)),
-    **dict(enumerate(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S"), start=16)),
-    **dict(enumerate(("IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64", "F64"), start=22)),
-    29: "IQ1_M",
+    **dict(enumerate(("Q5_0", "Q5_1", "Q8_0"), start=6)),
+    **dict(enumerate(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"), start=10)),
+    20: "IQ4_NL",
+    23: "IQ4_XS",
     30: "BF16",
-    34: "TQ1_0",
-    35: "TQ2_0",
     39: "MXFP4",
-    40: "NVFP4",
 }
-"""Number of a tensor type in the format -> its name, including unsupported types."""
+"""Number of a tensor type in the format -> its name."""
 _FLOAT_SIZES = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2)}  # (values, bytes), like `GGUF`
 # Type of a metadata number -> its code in `struct`.
 _STRUCT_CODES = dict(enumerate("BbHhIif?")) | dict(enumerate("Qqd", start=10))
@@ -225,7 +221,7 @@ def _read_tensor_info(
         why = f"does not begin at a multiple of {alignment}"
         raise _DamagedError(f"{format_value(name, str)} {why}")
     shape = sizes[::-1] if shape is None else shape
-    dtype = _TYPE_NAMES.get(type_number, f"kind {type_number}")
+    dtype = _TYPE_NAMES.get(type_number, f"GGUF type {type_number}")
     block_sizes = _FLOAT_SIZES | GGUF
     if dtype not in block_sizes:
         why = f"is stored as {dtype}, which is not supported"

@@ -5,30 +5,25 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from math import prod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from wan.checkpoint import gguf
-from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, read_pickle_header
+from wan.checkpoint.pickle_header import read_pickle_header
+from wan.checkpoint.safetensors_header import read_safetensors_header
 from wan.checkpoint.tensor_info import (
-    FLOATS,
-    FP8,
-    MAX_AXES,
+    PICKLE_SUFFIXES,
     SAFETENSORS_SUFFIXES,
+    WEIGHT_FILES,
     TensorInfo,
     read_file_state,
 )
 from wan.settings.errors import FileChangedError, InputError
-from wan.settings.json_text import DuplicateNameError, parse_json
+from wan.settings.json_text import parse_json
 from wan.settings.values import describe_json_error, format_value
 from wan.utils.files import has_file, has_folder, open_regular_file
 
-WEIGHT_FILES = (*SAFETENSORS_SUFFIXES, ".gguf", *PICKLE_SUFFIXES)  # suffixes of weight files
 _INDEX_SUFFIX = ".safetensors.index.json"
 # Weight file names of diffusers and transformers.
 _WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
@@ -43,7 +38,6 @@ _SAMPLE_BYTES = 1 << 16  # bytes
 _MAX_FULL_DIGEST = 32 << 20  # bytes; larger files are fingerprinted by samples
 _DOWNLOAD_AGAIN = "download it again"
 _MAX_SHARDS = 1000
-_MAX_HEADER_BYTES = 100_000_000  # bytes of a safetensors header, as in the library
 _MAX_JSON_BYTES = 16_000_000  # bytes; an index of the largest checkpoint has 0.2 MB
 
 
@@ -92,23 +86,16 @@ def read_file_headers(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def read_weight_headers(path: Path) -> dict[str, TensorInfo]:
+    """Returns the tensors of a weight file or of a folder of weights by name; {} if none."""
+    return (read_file_headers(path) if has_file(path) else read_folder_headers(path)) or {}
+
+
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     """Returns the tensors of one weight file by name."""
     if path.suffix in PICKLE_SUFFIXES:
         return read_pickle_header(path)
     return gguf.read_gguf_header(path) if path.suffix == ".gguf" else read_safetensors_header(path)
-
-
-def read_names(path: Path) -> list[str]:
-    """Returns the names of the tensors in a file or folder."""
-    return [*((read_file_headers(path) if path.is_file() else read_folder_headers(path)) or {})]
-
-
-def list_first_names(path: Path) -> str:
-    """Returns the names of a file's or folder's first tensors in brackets, or "" if none."""
-    tensors = read_names(path)
-    names = ", ".join(format_value(name, str) for name in tensors[:3])
-    return f" ({names}{', ...' if len(tensors) > 3 else ''})" if names else ""
 
 
 def list_shards(path: Path) -> list[Path]:
@@ -147,54 +134,6 @@ def is_further_shard(path: Path) -> bool:
     return any(path.with_name(f"{match['stem']}-{i:0{width}}{name_end}").is_file() for i in numbers)
 
 
-def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
-    """Returns the tensors of a safetensors file by name; InputError if it is incomplete."""
-    tensors = {}
-    with _open_safetensors(path) as handle:
-        state = read_file_state(path)
-        offsets = read_safetensors_offsets(path)
-        for name in handle.keys():  # noqa: SIM118
-            dtype, shape = offsets[name][0], tuple(offsets[name][1])
-            if len(shape) > MAX_AXES:
-                why = f"has a tensor of {len(shape)} axes, and {MAX_AXES} are supported"
-                raise InputError(f"{path}", None, why, "give the weights of a network")
-            digits = re.search(r"\d+", dtype)  # bits of an element: BF16, F8_E4M3; not of BOOL
-            bits = int(digits[0]) if digits else 8
-            size = prod(shape) * bits // 8
-            tensors[name] = TensorInfo(path, name, dtype, shape, size, state=state)
-    return tensors
-
-
-def read_safetensors_metadata(path: Path, key: str) -> Any:
-    """Returns a value of the metadata, decoded from JSON; None if it is absent or no JSON."""
-    with _open_safetensors(path) as handle:
-        text = (handle.metadata() or {}).get(key, "")
-    try:
-        return parse_json(text)
-    except DuplicateNameError as error:
-        why = f"has metadata {key!r} that is not valid JSON ({error})"
-        raise InputError(f"{path}", None, why, "repair or replace it") from None
-    except (ValueError, RecursionError):
-        return None
-
-
-def read_safetensors_offsets(path: Path) -> dict[str, tuple[str, list[int], int]]:
-    """Returns dtype, shape and first byte of each tensor; the header must have been checked."""
-    with open_regular_file(path) as file:
-        size = int.from_bytes(file.read(8), "little")
-        try:
-            is_possible = size <= min(path.stat().st_size, _MAX_HEADER_BYTES)
-            header = parse_json(file.read(size if is_possible else 0))
-            header.pop("__metadata__", None)
-            return {
-                name: (info["dtype"], info["shape"], 8 + size + info["data_offsets"][0])
-                for name, info in header.items()
-            }
-        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-            why = "is not a valid safetensors file (its header is damaged)"
-            raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN) from None
-
-
 def read_scalars(path: Path, infos: Iterable[TensorInfo]) -> dict[str, float]:
     """Returns the first number of each tensor of a safetensors or PyTorch file, by name.
 
@@ -204,12 +143,9 @@ def read_scalars(path: Path, infos: Iterable[TensorInfo]) -> dict[str, float]:
     wanted, scalars = [*infos], {}
     if not wanted:
         return {}
-    offsets = {info.name: info.data_offset for info in wanted}
-    if path.suffix in SAFETENSORS_SUFFIXES:
-        offsets = {name: offset for name, (_, _, offset) in read_safetensors_offsets(path).items()}
     with open_regular_file(path) as file:  # safetensors would need numpy, which has no bfloat16
         for info in wanted:
-            file.seek(offsets[info.name])
+            file.seek(info.data_offset)
             if info.number is not None:
                 scalars[info.name] = info.number
             elif info.dtype == "BF16":
@@ -221,32 +157,6 @@ def read_scalars(path: Path, infos: Iterable[TensorInfo]) -> dict[str, float]:
                 why = f"is stored as {info.dtype}"
                 raise InputError(f"{path}: {info.name}", None, why, "give it as F32")
     return scalars
-
-
-@contextmanager
-def _open_safetensors(path: Path) -> Iterator[Any]:
-    """Opens a file with `safetensors`, which checks the header against the file's size."""
-    with open_regular_file(path):
-        try:
-            with safe_open(path, framework="np") as handle:
-                yield handle
-        except SafetensorError as error:
-            reason = format_value(
-                str(error).removeprefix("Error while deserializing header: "), str
-            )
-            _check_known_dtypes(path, str(error))
-            why = f"is not a valid safetensors file ({reason})"
-            raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN) from None
-
-
-def _check_known_dtypes(path: Path, reason: str) -> None:
-    """Refuses a file by its first tensor of a dtype that `safetensors` does not know."""
-    match = re.search(r"unknown variant `(\w+)`", reason)
-    for name, (dtype, _, _) in (read_safetensors_offsets(path) if match else {}).items():
-        if match and dtype == match[1]:
-            why = f"is stored as {dtype}, which is not supported"
-            remedy = f"give weights in one of {', '.join((*FLOATS, *FP8))}, or a GGUF file"
-            raise InputError(f"{path}: {format_value(name, str)}", None, why, remedy)
 
 
 def read_folder_headers(folder: Path) -> dict[str, TensorInfo] | None:

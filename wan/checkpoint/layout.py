@@ -30,24 +30,22 @@ from wan.checkpoint.dit_shapes import convert_dit_tensors
 from wan.checkpoint.embedded_tokenizer import has_embedded_tokenizer
 from wan.checkpoint.expert_names import detect_experts
 from wan.checkpoint.headers import (
-    WEIGHT_FILES,
     check_file_complete,
     has_diffusers_weights,
     is_folder,
     list_shards,
-    read_file_headers,
     read_folder_headers,
+    read_weight_headers,
 )
 from wan.checkpoint.keymaps import rename_dit_to_diffusers, rename_dit_to_official
-from wan.checkpoint.network_names import COMPONENTS, VACE_MODULE
+from wan.checkpoint.network_names import COMPONENTS, VACE_MODULE, list_tensors
 from wan.checkpoint.partial_networks import (
     add_t2v_presets,
     add_vace_module,
-    describe_content,
     find_vace_modules,
 )
 from wan.checkpoint.quant_metadata import collect_network_tensors
-from wan.checkpoint.tensor_info import TensorInfo
+from wan.checkpoint.tensor_info import WEIGHT_FILES, TensorInfo
 from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
@@ -72,12 +70,6 @@ _FLAG_HINTS = {name: f", or give one with `{name}`" for name in ("text_encoder",
 _GIVE_BOTH_EXPERTS = (
     "it is one of two experts: give both with `dit_high_noise` and `dit_low_noise`, or rename it"
 )
-_UNSUPPORTED = {
-    "gate_compress": ("of video sparse attention", "get the FullAttn model"),
-    ".weight_scale": ("of a quantized linear layer", "see `quant_dit_path`"),
-    "time_embedding_r": ("of a second timestep (MeanFlow)", "get another model"),
-}
-"""Part of a tensor's name -> (unsupported feature, remedy)."""
 SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's projections; dense attention does not use them
 
 
@@ -353,7 +345,8 @@ def _check_component_file(flag: str, path: Path, component: str) -> WeightFile:
         content = " and ".join(COMPONENTS[name] for name in COMPONENTS if name in networks)
         remedy = f"give {COMPONENTS[component]}"
         if not content:
-            content, remedy = describe_content(path, remedy)
+            infos = [*read_weight_headers(path).values()]
+            content = f"no whole Wan network ({list_tensors(infos)})" if infos else "no weights"
         raise InputError(flag, path, f"holds {content}", remedy)
     return networks[component][0]
 
@@ -558,8 +551,8 @@ def _read_dit_files(
     Args:
         stored_expert: `WeightFile.stored_expert`.
     """
-    infos = read_folder_headers(folder) if file is None else read_file_headers(file)
-    if infos is None:
+    infos = read_weight_headers(file or folder)
+    if not infos:
         why = "holds no video network (DiT)"
         remedy = (
             "expected diffusion_pytorch_model.safetensors, its shards with an index, or the "
@@ -579,9 +572,4 @@ def _detect_network_kind(files: DitFiles) -> str:
         why = f"is a Wan network that is not supported ({in_dim} input channels)"
         supported = join_with_or([f"{kind} ({channels})" for channels, kind in KINDS.items()])
         raise InputError(f"{files.folder}", None, why, f"use {supported}")
-    for name_part, (feature, remedy) in _UNSUPPORTED.items():
-        name = next((name for name in files.tensors if name_part in name), None)
-        if name is not None:
-            why = f"has {name}, {feature}, which is not supported"
-            raise InputError(f"{files.folder}", None, why, remedy)
     return detect_kind(files.tensors, in_dim, files.tensors.values()) or KINDS[in_dim]

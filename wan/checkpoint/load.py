@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import mmap
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -30,12 +30,7 @@ from wan.checkpoint.dequantise import (
     multiply_by_block_scales,
     untile_scales,
 )
-from wan.checkpoint.headers import (
-    read_file_headers,
-    read_folder_headers,
-    read_safetensors_offsets,
-)
-from wan.checkpoint.pickle_header import PICKLE_SUFFIXES, read_pickled_tensors
+from wan.checkpoint.headers import read_weight_headers
 from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.checkpoint.tensor_info import FP8, GGUF, NVFP4, TensorInfo, view_as_bytes
 from wan.checkpoint.tensor_source import (
@@ -51,9 +46,8 @@ from wan.checkpoint.tensor_source import (
 from wan.checkpoint.w8a8_export import FP8_DYNAMIC, Export, QuantizedDit
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
-from wan.settings.values import format_value
+from wan.settings.values import format_value, list_names
 from wan.utils import system
-from wan.utils.files import has_folder
 from wan.utils.log import make_progress_bar
 
 _COPY_ELEMENTS = 1 << 24  # elements per copy
@@ -185,9 +179,7 @@ def check_names_and_shapes(
         ("has the unknown", sorted(unknown), "give a file of this network, or remove them"),
     ):
         if names:
-            listing = ", ".join(format_value(name, str) for name in names[:3])
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            why = f"{problem} tensor{'s' if len(names) > 1 else ''} {listing}{more}"
+            why = f"{problem} tensor{'s' if len(names) > 1 else ''} {list_names(names)}"
             raise InputError(f"{origin}", None, why, remedy)
     for name, parameter in expected.items():
         info = tensors[name]
@@ -293,7 +285,7 @@ def read_headers(
     Raises:
         InputError: The path is not one of these, or is damaged.
     """
-    tensors = read_folder_headers(path) if has_folder(path) else read_file_headers(path)
+    tensors = read_weight_headers(path)
     if not tensors:
         raise InputError(f"{path}", None, "holds no weights", "download them")
     return collect_network_tensors(tensors, rename, component)
@@ -306,55 +298,40 @@ def describe_mismatch(error: Exception) -> str:
     return "its tensors have the sizes of another network"
 
 
-def map_safetensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Returns tensors of a file by name, as views of mapped memory that must not be written.
+def map_tensors(file: Path, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    """Returns tensors of a file as views of mapped memory that must not be written.
 
     The `safetensors` library maps files writable, which Linux refuses for files larger than memory.
+
+    Returns:
+        The stored values by the keys of `infos`: of GGUF flat bytes, of NVFP4 bytes [rows, bytes].
     """
-    locations = read_safetensors_offsets(file)
-    return _map_tensors(file, {name: locations[name] for name in names})
-
-
-def map_gguf(file: Path, tensors: Iterable[TensorInfo]) -> dict[str, Tensor]:
-    """Returns tensors of a file by name, as flat read-only views; quantized ones are uint8."""
-    locations = {}
-    for info in tensors:
-        is_float = info.dtype not in GGUF
-        dtype = info.dtype if is_float else "U8"
-        locations[info.name] = dtype, [info.nbytes // DTYPES[dtype].itemsize], info.data_offset
-    return _map_tensors(file, locations)
-
-
-def map_pickle(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Returns tensors of a PyTorch file by name, as read-only views."""
-    pickled_tensors = read_pickled_tensors(file)
-    infos = {name: pickled_tensors[name] for name in names}
-    locations = {}
-    for name, info in infos.items():
-        num_elements = info.storage_bytes // DTYPES[info.dtype].itemsize
-        locations[name] = info.dtype, [num_elements], info.storage_offset
-    storages = _map_tensors(file, locations)
-    return {
-        name: storages[name].as_strided(info.shape, info.strides, info.offset)
-        for name, info in infos.items()
-    }
-
-
-def _map_tensors(
-    file: Path, locations: Mapping[str, tuple[str, list[int], int]]
-) -> dict[str, Tensor]:
-    """Maps a file and returns views at the given locations: name -> (dtype, shape, offset)."""
     with file.open("rb") as handle:
         memory = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-    tensors = {}
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # memory is read-only
-        for name, (dtype, shape, offset) in locations.items():
-            if prod(shape):
-                buffer_args = {"dtype": DTYPES[dtype], "count": prod(shape), "offset": offset}
-                tensors[name] = torch.frombuffer(memory, **buffer_args).view(shape)
-            else:
-                tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
-    return tensors
+        return {name: _map_tensor(memory, info) for name, info in infos.items()}
+
+
+def _map_tensor(memory: mmap.mmap, info: TensorInfo) -> Tensor:
+    shape, offset = info.shape, info.data_offset
+    dtype = torch.uint8 if info.dtype in (*GGUF, NVFP4) else DTYPES[info.dtype]
+    if info.dtype in GGUF:
+        shape = (info.nbytes,)
+    elif info.dtype == NVFP4:
+        shape = (shape[0], shape[1] // 2)
+    if not prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    if info.strided is not None:
+        stored_shape, strides = info.strided
+        span = 1 + sum((n - 1) * step for n, step in zip(stored_shape, strides, strict=True))
+        storage = torch.frombuffer(memory, dtype=dtype, count=span, offset=offset)
+        rows = storage.as_strided(stored_shape, strides)
+        if shape == stored_shape:
+            return rows
+        return rows.reshape(-1, *shape[1:])[info.first_row : info.first_row + shape[0]]
+    if info.dtype not in GGUF:  # the blocks of a slice may begin within a row
+        offset += info.first_row * prod(shape[1:]) * dtype.itemsize
+    return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=offset).view(shape)
 
 
 def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
@@ -383,29 +360,18 @@ def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
 
 def _open_file_sources(file: Path, infos: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
     """Maps tensors of one file; a source of scaled values reads them without their scales."""
-    names = {info.name for info in infos.values()}
     mapped_file = MappedFile.open(file, next(iter(infos.values())).state)
     try:
-        if file.suffix == ".gguf":
-            views = map_gguf(file, infos.values())
-        elif file.suffix in PICKLE_SUFFIXES:
-            views = map_pickle(file, names)
-        else:
-            views = map_safetensors(file, names)
+        views = map_tensors(file, infos)
     except (OSError, LookupError, ValueError):
         mapped_file.check()  # it may have changed since it was opened
         raise
-    sources = {}
-    for name, info in infos.items():
-        view = views[info.name]
-        if info.dtype in GGUF:
-            sources[name] = _make_gguf_source(view, info, mapped_file)
-            continue
-        if info.dtype != NVFP4 and info.shape and view.shape != info.shape:
-            rows = view.reshape(-1, *info.shape[1:])
-            view = rows[info.first_row : info.first_row + info.shape[0]]
-        sources[name] = _make_view_source(view, mapped_file)
-    return sources
+    return {
+        name: _make_gguf_source(views[name], info, mapped_file)
+        if info.dtype in GGUF
+        else _make_view_source(views[name], mapped_file)
+        for name, info in infos.items()
+    }
 
 
 def _make_view_source(view: Tensor, file: MappedFile | None = None) -> TensorSource:

@@ -19,13 +19,12 @@ from wan.checkpoint.lora_deltas import WeightDelta
 from wan.checkpoint.lora_names import (
     HIGH_NOISE_PREFIX,
     LOW_NOISE_PREFIX,
-    list_names,
     names_both_experts,
 )
 from wan.checkpoint.lora_reader import MAX_ABS, Lora, LoraFile, LoraReader
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
-from wan.settings.values import expand_home, format_value, parse_number
+from wan.settings.values import expand_home, format_value, list_names, parse_number
 from wan.utils.files import check_link, has_file
 
 _FLAGS = {"both": "lora", "high_noise": "lora_high_noise", "low_noise": "lora_low_noise"}

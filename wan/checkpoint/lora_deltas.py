@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Literal, TypeGuard
+from typing import Literal
 
 from wan.checkpoint.tensor_info import TensorInfo
 
@@ -28,21 +28,19 @@ class StoredMatrix:
 
 @dataclass(frozen=True)
 class LowRankMatrix:
-    """up @ down, or up @ core @ down with a core [rank, rank, kernel...] of a convolution.
+    """up @ down.
 
     Attributes:
-        up: [rows, rank, 1, ...]; [rank, rows] if `is_transposed`.
+        up: [rows, rank, 1, ...].
         down: [rank, columns...].
     """
 
     up: TensorInfo
     down: TensorInfo
-    core: TensorInfo | None = None
-    is_transposed: bool = False
 
     @property
     def infos(self) -> tuple[TensorInfo, ...]:
-        return (self.up, self.down) if self.core is None else (self.up, self.down, self.core)
+        return self.up, self.down
 
     @property
     def rank(self) -> int:
@@ -54,21 +52,10 @@ class LowRankMatrix:
         up, down = self.up.shape, self.down.shape
         if len(up) < 2 or len(down) < 2 or not prod(down) or prod(up[2:]) != 1:
             return None
-        rows, rank = reversed(up[:2]) if self.is_transposed else up[:2]
-        kernel = 1
-        if self.core is not None:
-            if len(self.core.shape) < 2 or self.core.shape[:2] != (rank, rank):
-                return None
-            kernel = prod(self.core.shape[2:])
-        return (rows, prod(down[1:]) * kernel) if rank == down[0] else None
+        return (up[0], prod(down[1:])) if up[1] == down[0] else None
 
 
 Matrix = StoredMatrix | LowRankMatrix
-
-
-def is_low_rank(matrix: Matrix) -> TypeGuard[LowRankMatrix]:
-    """Returns whether a matrix is stored as factors."""
-    return isinstance(matrix, LowRankMatrix)
 
 
 @dataclass(frozen=True)
@@ -81,8 +68,7 @@ class WeightDelta:
         operation: "add" the matrix; the product of two matrices by elements ("hadamard", LoHa) or
             of Kronecker ("kronecker", LoKr); the weight times the matrix ("multiply", GLoRA); or
             "replace" the parameter by the matrix.
-        magnitude: DoRA's norms of the rows or columns of the changed weight.
-        is_of_rows: Whether the magnitude is of rows.
+        magnitude: DoRA's norms of the rows of the changed weight.
         strength: The LoRA's, of a DoRA.
     """
 
@@ -90,7 +76,6 @@ class WeightDelta:
     matrices: tuple[Matrix, ...]
     operation: Literal["add", "hadamard", "kronecker", "multiply", "replace"] = "add"
     magnitude: TensorInfo | None = None
-    is_of_rows: bool = True
     strength: float = 1.0
 
     @property
@@ -133,7 +118,7 @@ class WeightDelta:
         if self.operation == "kronecker":
             sizes = [prod(matrix.shape or ()) for matrix in self.matrices]
             return 2 * sum(sizes) <= prod(self.shape)
-        if any(isinstance(x, StoredMatrix) or x.core is not None for x in self.matrices):
+        if any(isinstance(x, StoredMatrix) for x in self.matrices):
             return False
         return self.operation != "hadamard" or 2 * self.rank * sum(self.shape) <= prod(self.shape)
 

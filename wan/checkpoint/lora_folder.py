@@ -174,8 +174,6 @@ def describe_kind(delta: WeightDelta) -> str:
     kind = {"hadamard": "LoHa", "kronecker": "LoKr"}.get(delta.operation)
     if kind is None and any(isinstance(matrix, StoredMatrix) for matrix in delta.matrices):
         return "a difference of whole weights"
-    if any(getattr(matrix, "core", None) is not None for matrix in delta.matrices):
-        return f"a {kind or 'LoRA'} with a core"
     if kind is None:
         return "a LoRA"
     return f"a {kind}" if delta.is_separable else f"a {kind} of a rank as large as the weight"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from wan.checkpoint.keymaps import (
     nest_animate2_block,
@@ -90,8 +90,8 @@ def _list_prefix_spellings(prefixes: Iterable[str]) -> tuple[str, ...]:
 _LOW_NOISE_PREFIXES = _list_prefix_spellings((LOW_NOISE_PREFIX, "dit2.", "lora_transformer_2_"))
 PREFIXES = _list_prefix_spellings(naming.prefix for naming in NAMINGS if naming.prefix)
 PREFIXES = (*PREFIXES, *NETWORK_PREFIXES, *_LOW_NOISE_PREFIXES)
-_LOHA_ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
-_LOKR_ROLES = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
+_LOHA_ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+_LOKR_ROLES = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
 _MAGNITUDES = (
     *(".dora_scale", ".lora_magnitude_vector", ".lora_magnitude_vector.weight"),
     *(".lora_magnitude_vector.NAME.weight", ".lora_magnitude_vector.NAME"),
@@ -99,11 +99,9 @@ _MAGNITUDES = (
 _SUFFIX_ROLES = {  # suffix -> role of the tensor
     **{naming.down: "down" for naming in NAMINGS},
     **{naming.up: "up" for naming in NAMINGS},
-    ".lora_mid.weight": "core",
     ".b1.weight": "up",
     ".b2.weight": "down",
-    ".bm.weight": "core",  # of GLoRA
-    ".a1.weight": "base_up",
+    ".a1.weight": "base_up",  # of GLoRA
     ".a2.weight": "base_down",
     **{suffix: f"difference of {parameter}" for suffix, parameter in DIFFERENCES.items()},
     **{naming.bias: "bias" for naming in NAMINGS if naming.bias is not None},
@@ -115,7 +113,7 @@ _SUFFIX_ROLES = {  # suffix -> role of the tensor
 _SUFFIX_ROLES |= {
     f"{stem}.NAME.weight": role
     for suffix, role in _SUFFIX_ROLES.items()
-    if role in ("down", "up", "core")
+    if role in ("down", "up")
     and "NAME" not in suffix
     and (stem := suffix.removesuffix(".weight")) != suffix
 }
@@ -125,83 +123,6 @@ _SUFFIX_PATTERNS = [
 ]
 
 
-class Kind(NamedTuple):
-    """A supported kind of adapter, for the documentation.
-
-    Attributes:
-        merged: What is added to a weight W.
-        separate: What is done for a layer whose FP8 or GGUF weight is kept.
-    """
-
-    name: str
-    merged: str
-    separate: str
-
-
-_UPCAST = "the layer is upcast"
-KINDS = (
-    Kind("LoRA, rsLoRA; PEFT's `alpha_pattern`, `rank_pattern`", "`s up down`", "`up(down(x))`"),
-    Kind("LoRA (LoCon) of a convolution, with a core", "`s up core down`", _UPCAST),
-    Kind("LoHa", "`s (up1 down1) * (up2 down2)`", "a pair of rank `r1 r2`"),
-    Kind("LoHa with cores", "`s (up1 core1 down1) * (up2 core2 down2)`", _UPCAST),
-    Kind("LoKr; `w1`, `w2` whole, factorised or with a core", "`s kron(w1, w2)`", "`w1 x w2^T`"),
-    Kind("GLoRA of LyCORIS", "`s (W a1 a2 + b1 b2)`", "pairs; `W a1` is computed on loading"),
-    Kind("DoRA of a LoRA, LoHa or LoKr", "`m V / norm(V) - W`", "refused"),
-    Kind("whole differences (`.diff`)", "the difference", _UPCAST),
-    Kind("PEFT's `bias`, `modules_to_save`", "the stored parameter `- W`", _UPCAST),
-)
-_PROGRAM_REMEDY = "merge it into the checkpoint with the program it was made with"
-_TAIL = r"(\.[^.]+){0,2}$"  # of an adapter's name, and of a parameter's in a module
-_REFUSED_PARAMETERS = {
-    "OFT": r"oft_\w+|a_\d+_\d+|rescale",
-    "BOFT": r"boft_\w+",
-    "PEFT's GLoRA": r"glora_\w+",
-    "IA3": r"on_input|ia3_\w+",
-    "VeRA": r"vera_\w+",
-    "PVeRA": r"pvera_\w+",
-    "VB-LoRA": r"vblora_\w+",
-    "RandLoRA": r"randlora_\w+",
-    "GraLoRA": r"gralora_\w+",
-    "DeLoRA": r"delora_\w+",
-    "TinyLoRA": r"tinylora_\w+",
-    "UniLoRA": r"unilora_\w+",
-    "AdaLoRA": r"lora_E|ranknum",
-    "T-LoRA": r"[pq]_layer|lambda_layer|base_[pq]|base_lambda",
-    "KaSA": r"lora_diag",
-    "FourierFT": r"fourierft_\w+",
-    "WaveFT": r"waveft_\w+",
-    "HRA": r"hra_\w+",
-    "HiRA": r"hira_\w+",
-    "RoAd": r"road_\w+",
-    "SHiRA": r"shira_\w+",
-    "C3A": r"c3a_\w+",
-    "MiSS, Bone": r"(miss|bone)_\w+",
-    "OSF": r"osf_\w+",
-    "PSOFT": r"psoft_\w+",
-    "LN tuning": r"ln_tuning_\w+",
-    "BEFT": r"beft_\w+",
-    "DEFT": r"deft_\w+",
-    "FRoD": r"frod_\w+",
-    "Lily": r"lily_\w+",
-    "PEANuT": r"peanut_\w+",
-    "Poly": r"poly_\w+",
-    "AdaMSS": r"adamss_\w+",
-    "Shadow": r"shadow_\w+",
-    "super tuning": r"supertuning_\w+",
-    "X-LoRA": r"internal_xlora_classifier(\.[^.]+){0,4}",
-    "a LoRA of an embedding": r"lora_embedding_\w+|trainable_tokens_\w+",
-    "LoKr with two cores": r"lokr_t1",
-    "a change of a weight's shape": r"reshape_weight",
-    "whole weights of ComfyUI": r"set_weight",
-}
-REFUSED_KINDS = {name: re.compile(rf"\.({x}){_TAIL}") for name, x in _REFUSED_PARAMETERS.items()}
-"""Kind of adapter that is refused by name -> pattern of the names of its tensors."""
-OTHER_NETWORKS = {
-    "Stand-In": re.compile(r"\.[qkv]_loras\.(down|up)\.weight$"),
-    "UniAnimate": re.compile(r"(^|\.)(dwpose_embedding|randomref_embedding_pose)\."),
-}
-"""Files that need layers which no network here has -> pattern of the names of their tensors."""
-_TEXT_ENCODER_PREFIXES = ("text_encoder.", "lora_te", "conditioner.", "cond_stage_model.")
 _LOW_NOISE = re.compile(
     "(?:{})*?(?:{})".format(
         *("|".join(map(re.escape, prefixes)) for prefixes in (PREFIXES, _LOW_NOISE_PREFIXES))
@@ -231,21 +152,6 @@ def split_suffix(name: str) -> Suffix | None:
     return None
 
 
-def find_name_refusal(name: str) -> tuple[str, str] | None:
-    """Returns why a tensor's kind is refused, and the remedy; None if it is not refused."""
-    for kind, pattern in REFUSED_KINDS.items():
-        if pattern.search(name):
-            return f"holds {name} ({kind}), which is not supported", _PROGRAM_REMEDY
-    for program, pattern in OTHER_NETWORKS.items():
-        if pattern.search(name):
-            why = f"holds {name}: it is {program}'s, which adds layers that this network lacks"
-            return why, f"use it in a program that supports {program}"
-    if name.startswith(_TEXT_ENCODER_PREFIXES):
-        remedy = "only those of the video network are supported"
-        return f"holds {name}, which changes a text encoder", remedy
-    return None
-
-
 _is_image_layer = re.compile(
     r"(^|[._])(k_img|v_img|norm_k_img|add_[kv]_proj|norm_added_k|img_emb|image_embedder)[._]"
 ).search
@@ -266,35 +172,14 @@ def names_both_experts(names: Iterable[str]) -> bool:
     return len({is_low_noise(name) for name in names}) == 2
 
 
-class Spellings:
-    """The official names of layers or parameters by their spellings, without a prefix.
-
-    The module tree tells where a name of it is separated, so each separator of a spelling may be a
-    dot or an underscore.
-    """
-
-    def __init__(self) -> None:
-        self._exact: dict[str, str] = {}
-        self._flat: dict[str, set[str]] = {}
-
-    def add(self, spelling: str, official: str) -> None:
-        """Adds a spelling with dots."""
-        self._exact[spelling] = official
-        self._flat.setdefault(spelling.replace(".", "_"), set()).add(official)
-
-    def __contains__(self, name: str) -> bool:
-        return name.replace(".", "_") in self._flat
-
-    def find_all(self, name: str) -> list[str]:
-        """Returns all official names that a name may mean, sorted."""
-        if name in self._exact:
-            return [self._exact[name]]
-        return sorted(self._flat.get(name.replace(".", "_"), ()))
+def flatten_name(name: str) -> str:
+    """Returns a name with underscores, because each separator of a spelling may be one or a dot."""
+    return name.replace(".", "_")
 
 
-def map_layer_spellings(parameters: Mapping[str, Any]) -> Spellings:
-    """Maps every spelling of a layer's name to its official name."""
-    spellings = Spellings()
+def map_layer_spellings(parameters: Iterable[str]) -> dict[str, str]:
+    """Maps every spelling of a layer's name, with underscores, to its official name."""
+    spellings: dict[str, str] = {}
     for name in parameters:
         official, _, parameter = name.rpartition(".")
         diffusers_name = rename_dit_to_diffusers(name)
@@ -305,22 +190,14 @@ def map_layer_spellings(parameters: Mapping[str, Any]) -> Spellings:
         names += [rename_animate2_to_diffusers(official), nest_animate2_block(official)]
         if names[1].endswith(".to_out.0"):  # diffusers' attention processors have to_out_lora
             names.append(names[1].removesuffix(".0"))
-        for spelling in names:
-            spellings.add(spelling, official)
+        spellings |= {flatten_name(spelling): official for spelling in names}
     return spellings
 
 
-def map_parameter_spellings(parameters: Iterable[str]) -> Spellings:
-    """Maps every spelling of a parameter's name to its official name."""
-    spellings = Spellings()
-    for name in parameters:
-        for spelling in (name, rename_dit_to_diffusers(name)):
-            spellings.add(spelling, name)
-    return spellings
-
-
-def list_names(names: Iterable[str]) -> str:
-    """Returns the first three names, and how many follow."""
-    all_names = list(names)
-    first, more = all_names[:3], len(all_names) - 3
-    return f"{', '.join(first)} and {more} more" if more > 0 else ", ".join(first)
+def map_parameter_spellings(parameters: Iterable[str]) -> dict[str, str]:
+    """Maps every spelling of a parameter's name, with underscores, to its official name."""
+    return {
+        flatten_name(spelling): name
+        for name in parameters
+        for spelling in (name, rename_dit_to_diffusers(name))
+    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -24,31 +24,37 @@ from wan.checkpoint.lora_names import (
     HIGH_NOISE_PREFIX,
     LOW_NOISE_PREFIX,
     PREFIXES,
-    Spellings,
     Suffix,
-    find_name_refusal,
+    flatten_name,
     is_image_layer,
     is_low_noise,
-    list_names,
     map_layer_spellings,
     map_parameter_spellings,
     split_suffix,
 )
 from wan.checkpoint.peft_settings import PeftSettings, read_peft_settings
-from wan.checkpoint.pickle_header import PICKLE_SUFFIXES
-from wan.checkpoint.prefixes import OTHER_LAYERS, find_shared_prefix, strip_prefixes
-from wan.checkpoint.quant_programs import find_program
-from wan.checkpoint.tensor_info import FLOATS, FP8, SAFETENSORS_SUFFIXES, TensorInfo
+from wan.checkpoint.prefixes import find_shared_prefix, strip_prefixes
+from wan.checkpoint.tensor_info import (
+    FLOATS,
+    FP8,
+    PICKLE_SUFFIXES,
+    SAFETENSORS_SUFFIXES,
+    TensorInfo,
+)
 from wan.settings.errors import InputError
-from wan.settings.values import format_value
+from wan.settings.values import format_value, list_names
 from wan.utils.files import has_file
 
 _SUFFIXES = (*SAFETENSORS_SUFFIXES, *PICKLE_SUFFIXES)
 MAX_ABS = 1e6  # of a strength or an alpha; larger ones may overflow
 _MODULE_WORDS = re.compile(r"[._](processor|base_layer|modules_to_save\.[^.]+)[._]")
 _IMAGE_INPUT = "img_emb."  # parameters of networks that read CLIP's embeddings of an image
-_PAIR_ROLES = {"up", "down", "core", "base_up", "base_down"}
+_PAIR_ROLES = {"up", "down", "base_up", "base_down"}
 _CONVERT = "convert its names to those of docs/few_step.md"
+_GIVE_KNOWN_KIND = (
+    "give a LoRA, LoHa, LoKr, GLoRA or DoRA with names of docs/few_step.md, or merge it into the "
+    "checkpoint with the program it was made with"
+)
 _MISFIT = "it was made for another model, or is damaged"
 
 
@@ -103,9 +109,6 @@ class LoraReader:
         if len(list_shards(self.path)) > 1:
             raise self.make_error("is one of several shards", "give a LoRA in one file")
         self.tensors = read_file_headers(self.path)
-        if other := find_program(self.tensors):
-            why = f"holds {other.name}: weights quantized by {other.program}, no LoRA"
-            raise self.make_error(why, "give a LoRA")
         self.parameter_shapes = {name: info.shape for name, info in parameters.items()}
         self.has_low_noise_tensors = any(map(is_low_noise, self.tensors))
         self.unused_names: tuple[str, ...] = ()
@@ -148,9 +151,6 @@ class LoraReader:
         if self.has_low_noise_tensors and self.expert == "dit":
             remedy = "this checkpoint has one network"
             raise self.make_error(f"is for two experts ({LOW_NOISE_PREFIX}...)", remedy)
-        for name in self.tensors:
-            if refusal := find_name_refusal(name):
-                raise self.make_error(*refusal)
         names = [*self.tensors]
         if self.has_low_noise_tensors:
             is_low = self.expert == "low_noise"
@@ -198,65 +198,38 @@ class LoraReader:
         stems = {name: _remove_module_words(suffix.stem) for name, suffix in suffixes.items()}
 
         def is_known(stem: str) -> bool:
-            return stem in layers or stem in parameters
+            return flatten_name(stem) in layers or flatten_name(stem) in parameters
 
         stripped = {name: strip_prefixes(stem, is_known, PREFIXES) for name, stem in stems.items()}
         unknown = [name for name, stages in stripped.items() if not is_known(stages[-1])]
         if unknown:
-            ends = [name for name in unknown if not suffixes[name].role]
-            shared = find_shared_prefix(stems.values(), is_known, PREFIXES, OTHER_LAYERS)
-            if ends or shared is None:
-                raise self.make_name_error(unknown, ends, stems, is_known)
+            shared = find_shared_prefix(stems.values(), is_known, PREFIXES)
+            if shared is None or not all(suffixes[name].role for name in unknown):
+                raise self.make_name_error(unknown, suffixes)
             stripped = {
                 name: strip_prefixes(stem.removeprefix(shared), is_known, PREFIXES)
                 for name, stem in stems.items()
             }
         resolved = {}
         for name, stages in stripped.items():
-            stem, role = stages[-1], suffixes[name].role
+            stem, role = flatten_name(stages[-1]), suffixes[name].role
             if role and stem in layers:
-                layer = self.find_official_name(layers, stem, name)
+                layer = layers[stem]
             elif stem in parameters and role in ("", "difference of weight"):
-                official = self.find_official_name(parameters, stem, name)
-                layer, _, parameter = official.rpartition(".")
+                layer, _, parameter = parameters[stem].rpartition(".")
                 role = f"{'difference of' if role else 'whole'} {parameter}"
             else:
-                ends = [name] if stem in layers else []
-                raise self.make_name_error([name], ends, stems, is_known)
+                raise self.make_name_error([name], suffixes)
             resolved[name] = layer, role, stages
         return resolved
 
-    def find_official_name(self, spellings: Spellings, stem: str, name: str) -> str:
-        """Returns the only official name that the stem of a tensor's name may mean."""
-        official, *further_names = spellings.find_all(stem)
-        if further_names:
-            why = f"holds {name}, which may mean {official} or {further_names[0]}"
-            raise self.make_error(why, "write the layer with dots between its modules")
-        return official
-
-    def make_name_error(
-        self, unknown: list[str], ends: list[str], stems: Mapping[str, str], is_known: Any
-    ) -> InputError:
-        """Returns the refusal of names: of their ends, their prefixes or their layers."""
-        if ends:
-            why = f"holds {list_names(ends)}: these names have no end of a known kind of LoRA"
-            return self.make_error(why, _CONVERT)
-        prefixes = {
-            name: find_shared_prefix([stems[name]], is_known, PREFIXES, OTHER_LAYERS)
-            for name in unknown
-        }
-        if (shared := find_shared_prefix(stems.values(), is_known, PREFIXES)) and "." in shared:
-            why = f"holds {list_names(unknown)}, whose prefix ({shared}) is that of another network"
-            remedy = f"give a LoRA of this network, or remove {shared} if it is one"
-            return self.make_error(why, remedy)
-        foreign = [name for name, prefix in prefixes.items() if prefix]
-        if foreign:
-            prefix_list = list_names(dict.fromkeys(filter(None, prefixes.values())))
-            why = f"holds {list_names(foreign)}, whose prefix ({prefix_list}) is not known"
-            return self.make_error(f"{why} and is not that of all names", _CONVERT)
-        layers = dict.fromkeys(strip_prefixes(stems[x], is_known, PREFIXES)[-1] for x in unknown)
-        network = f"the {self.expert} network of this checkpoint does not have"
-        why = f"changes {list_names(name or unknown[0] for name in layers)}, which {network}"
+    def make_name_error(self, names: Sequence[str], suffixes: Mapping[str, Suffix]) -> InputError:
+        """Returns the refusal of tensors of unknown kinds, or of layers that the network lacks."""
+        if unknown_kinds := [name for name in names if not suffixes[name].role]:
+            why = f"holds tensors of no known kind of LoRA ({list_names(unknown_kinds)})"
+            return self.make_error(why, _GIVE_KNOWN_KIND)
+        why = f"changes layers that the {self.expert} network of this checkpoint does not have"
+        why = f"{why} ({list_names(names)})"
         return self.make_error(why, f"give a LoRA of this network, or {_CONVERT}")
 
     def check_whole_parameters(
@@ -335,17 +308,16 @@ class LoraReader:
             raise self.make_error(why, "keep one of them")
         if any(role.startswith("lokr") for role in tensors):
             w1 = self.make_matrix(tensors, "lokr_w1", "lokr_w1_a", "lokr_w1_b")
-            w2 = self.make_matrix(tensors, "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
+            w2 = self.make_matrix(tensors, "lokr_w2", "lokr_w2_a", "lokr_w2_b")
             return [WeightDelta(1.0, (w1, w2), "kronecker")]
         if any(role.startswith("hada") for role in tensors):
             factors = [
-                self.make_matrix(tensors, "", f"hada_w{i}_a", f"hada_w{i}_b", f"hada_t{i}")
-                for i in (1, 2)
+                self.make_matrix(tensors, "", f"hada_w{i}_a", f"hada_w{i}_b") for i in (1, 2)
             ]
             return [WeightDelta(1.0, tuple(factors), "hadamard")]
         deltas = []
         if tensors.keys() & _PAIR_ROLES:
-            deltas.append(WeightDelta(1.0, (self.make_matrix(tensors, "", "up", "down", "core"),)))
+            deltas.append(WeightDelta(1.0, (self.make_matrix(tensors, "", "up", "down"),)))
         if tensors.keys() & {"base_up", "base_down"}:
             matrix = self.make_matrix(tensors, "", "base_up", "base_down")
             deltas.append(WeightDelta(1.0, (matrix,), "multiply"))
@@ -355,7 +327,7 @@ class LoraReader:
         return deltas
 
     def make_matrix(
-        self, tensors: Mapping[str, TensorInfo], full: str, up: str, down: str, core: str = ""
+        self, tensors: Mapping[str, TensorInfo], full: str, up: str, down: str
     ) -> Matrix:
         """Returns a matrix from the tensors of these roles.
 
@@ -372,8 +344,7 @@ class LoraReader:
             half = tensors.get(up) or tensors.get(down)
             name = first if half is None else half.name
             raise self.make_error(f"has {name}, but not the other factor", "it is damaged")
-        is_transposed = core in tensors and core != "core"  # LyCORIS' cores of LoHa and LoKr
-        return LowRankMatrix(tensors[up], tensors[down], tensors.get(core), is_transposed)
+        return LowRankMatrix(tensors[up], tensors[down])
 
     def check_shape(self, delta: WeightDelta, name: str) -> None:
         """Refuses matrices that do not fit the parameter."""
@@ -402,20 +373,12 @@ class LoraReader:
         self, delta: WeightDelta, magnitude: TensorInfo, layer: str, scale: float
     ) -> WeightDelta:
         """Returns the DoRA of a delta. Its strength scales the change of the weight as a whole."""
-        rows, columns, *_ = *self.parameter_shapes[f"{layer}.weight"], 0
-        numel = prod(magnitude.shape)
+        rows, *_ = self.parameter_shapes[f"{layer}.weight"]
         is_peft = "lora_magnitude_vector" in magnitude.name
-        is_of_rows = numel == rows and (is_peft or magnitude.shape[0] == rows)
-        if not is_of_rows and (numel != columns or magnitude.shape[0] != 1):
-            why = f"holds {magnitude.name} {list(magnitude.shape)}, which does not fit {layer}"
-            raise self.make_error(f"{why}.weight", _MISFIT)
-        return replace(
-            delta,
-            scale=scale,
-            magnitude=magnitude,
-            is_of_rows=is_of_rows,
-            strength=self.strength,
-        )
+        if prod(magnitude.shape) != rows or not (is_peft or magnitude.shape[0] == rows):
+            why = f"holds {magnitude.name} {list(magnitude.shape)}, which are no norms of the rows"
+            raise self.make_error(f"{why} of {layer}.weight", _MISFIT)
+        return replace(delta, scale=scale, magnitude=magnitude, strength=self.strength)
 
 
 def _find_rank(delta: WeightDelta) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,10 +11,9 @@ from torch import Tensor
 from wan.checkpoint.load import DtypeRule, open_sources
 from wan.checkpoint.lora import Lora, collect_deltas
 from wan.checkpoint.lora_deltas import (
+    LowRankMatrix,
     Matrix,
-    StoredMatrix,
     WeightDelta,
-    is_low_rank,
     list_factor_shapes,
     list_kroneckers,
 )
@@ -97,7 +96,8 @@ def _join_pairs(
     for delta in deltas:
         if delta.operation == "kronecker":
             continue
-        infos = [m.up if name == "lora_up" else m.down for m in delta.matrices if is_low_rank(m)]
+        pairs = [matrix for matrix in delta.matrices if isinstance(matrix, LowRankMatrix)]
+        infos = [pair.up if name == "lora_up" else pair.down for pair in pairs]
         matrix, *factors = [read_values(info, slice(None)).flatten(1) for info in infos]
         for factor in factors:  # a product by elements is a pair of all products of the factors
             if name == "lora_up":
@@ -161,18 +161,6 @@ def _make_merged_source(
         values = base.read(rows)
         return values.to(torch.float64, copy=True).reshape(values.shape[0], -1)
 
-    @cache
-    def compute_column_norms(delta: WeightDelta) -> Tensor:
-        """Returns the norms of the input channels of a changed weight, one per column."""
-        squares: Tensor | float = 0.0
-        for rows in _iter_tiles(0, base.shape[0], base.shape[0]):
-            weight = read_base(rows)
-            _add_delta(weight, weight.clone(), delta, rows, read_values)
-            squares = squares + weight.square().sum(0)
-        assert isinstance(squares, Tensor)
-        channels = squares.view(base.shape[1], -1).sum(1, keepdim=True).sqrt()
-        return channels.expand(-1, len(squares) // base.shape[1]).reshape(-1)
-
     def merge_tile(rows: slice) -> Tensor:
         total = read_base(rows)
         weight = total.clone() if any(delta.needs_base for delta in deltas) else total
@@ -183,12 +171,9 @@ def _make_merged_source(
             changed = weight.clone()
             _add_delta(changed, weight, delta, rows, read_values)
             magnitude = read_values(delta.magnitude, slice(None)).reshape(-1)
-            if delta.is_of_rows:
-                factor = (magnitude[rows] / _nonzero(changed.norm(dim=1))).unsqueeze(1)
-            else:
-                norms = compute_column_norms(delta)
-                factor = magnitude.repeat_interleave(len(norms) // len(magnitude))
-                factor = factor / _nonzero(norms)
+            norms = changed.norm(dim=1)
+            # a row of zeros stays one
+            factor = (magnitude[rows] / torch.where(norms > 0, norms, 1.0)).unsqueeze(1)
             total.add_(changed * factor - weight, alpha=delta.strength)
         _check_finite(total.float(), deltas)
         return total.reshape(-1, *base.shape[1:])
@@ -217,11 +202,11 @@ def _add_delta(
     first = delta.matrices[0]
     if delta.operation == "kronecker":
         values = _read_kronecker_rows(read_values, delta, rows)
-    elif delta.operation == "multiply" and is_low_rank(first):
+    elif delta.operation == "multiply":
         up, down = (read_values(info, slice(None)).flatten(1) for info in first.infos)
         channels = weight.view(len(weight), len(up), -1)
         values = torch.einsum("oik,ir,rj->ojk", channels, up, down)
-    elif delta.operation == "add" and is_low_rank(first) and first.core is None:
+    elif delta.operation == "add" and isinstance(first, LowRankMatrix):
         up, down = read_values(first.up, rows), read_values(first.down, slice(None))
         total.addmm_(up.flatten(1), down.flatten(1), alpha=delta.scale)
         return
@@ -236,19 +221,11 @@ def _add_delta(
 
 def _read_matrix(read_values: ReadValues, matrix: Matrix, rows: slice) -> Tensor:
     """Returns rows of a matrix."""
-    if not is_low_rank(matrix):
-        assert isinstance(matrix, StoredMatrix)
+    if not isinstance(matrix, LowRankMatrix):
         values = read_values(matrix.info, rows)
         return values.reshape(len(values), -1)
-    if matrix.is_transposed:
-        up = read_values(matrix.up, slice(None)).flatten(1).T[rows]
-    else:
-        up = read_values(matrix.up, rows).flatten(1)
-    down = read_values(matrix.down, slice(None)).flatten(1)
-    if matrix.core is None:
-        return up @ down
-    core = read_values(matrix.core, slice(None))
-    return torch.einsum("pi,ij...,jr->pr...", up, core, down).flatten(1)
+    up = read_values(matrix.up, rows).flatten(1)
+    return up @ read_values(matrix.down, slice(None)).flatten(1)
 
 
 def _read_kronecker_rows(read_values: ReadValues, delta: WeightDelta, rows: slice) -> Tensor:
@@ -257,11 +234,6 @@ def _read_kronecker_rows(read_values: ReadValues, delta: WeightDelta, rows: slic
     indices = torch.arange(rows.start, rows.stop)
     w1_rows, w2_rows = w1[indices // len(w2)], w2[indices % len(w2)]
     return (w1_rows.unsqueeze(2) * w2_rows.unsqueeze(1)).flatten(1)
-
-
-def _nonzero(norms: Tensor) -> Tensor:
-    """Replaces zeros by ones: a row of zeros stays one."""
-    return torch.where(norms > 0, norms, 1.0)
 
 
 def _check_finite(values: Tensor, deltas: Sequence[WeightDelta]) -> None:

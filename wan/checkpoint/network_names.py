@@ -14,16 +14,9 @@ from dataclasses import dataclass
 from wan.checkpoint.expert_names import EXPERTS, find_expert_tags
 from wan.checkpoint.lora_names import split_suffix
 from wan.checkpoint.prefixes import WRAPPERS
-from wan.checkpoint.quant_programs import (
-    REMEDY,
-    find_program,
-    is_parameter,
-    list_weight_names,
-    rename_scaled_values,
-)
-from wan.checkpoint.tensor_info import TensorInfo
+from wan.checkpoint.tensor_info import FP8, GET_READ_FORMAT, TensorInfo
 from wan.settings.errors import InputError
-from wan.settings.values import format_value
+from wan.settings.values import list_names
 
 VACE_MODULE = "vace_module"
 COMPONENTS = {
@@ -72,6 +65,9 @@ _PART_PREFIXES = ("text_encoders.", "cond_stage_model.", "vae.", "first_stage_mo
 _is_unused_text_tensor = re.compile(
     r"decoder\.|lm_head\.|dec\.|output\.weight$|(?:.*\.)?logit_scale$"
 ).match
+_is_parameter = re.compile(r".*(\.weight|\.bias|modulation)$").match
+_READ_LAYOUTS = ((".weight._data", ".weight._scale"), (".int8_weight", ".scale"))
+"""Ends of the values and of their scales: quanto's and TurboDiffusion's."""
 _WORD_TABLES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
@@ -90,6 +86,11 @@ class NetworkNames:
     expert: str | None = None
 
 
+def list_tensors(infos: Iterable[TensorInfo]) -> str:
+    """Returns the names and dtypes of the first three tensors, and how many follow."""
+    return list_names(f"{info.name} {info.dtype}" for info in infos)
+
+
 def find_networks(tensors: Mapping[str, TensorInfo]) -> list[NetworkNames]:
     """Returns the networks of a file, or a LoRA if it holds no network."""
     return _find_networks(_remove_wrappers(tensors))
@@ -106,31 +107,36 @@ class OtherFormatError(InputError):
 
 
 def check_format(tensors: Mapping[str, TensorInfo]) -> None:
-    """Refuses quantized weights of a format that is not read, by the name of its program.
+    """Refuses weights in a format that is not read.
 
     Raises:
-        OtherFormatError: The tensors have names of such a format; or they are no network, but would
-            be one if they were weights.
+        OtherFormatError: The tensors are no network, but would be one if they were weights.
     """
     unwrapped = _remove_wrappers(tensors)
-    other = find_program(unwrapped)
-    if not unwrapped or (other is None and _find_networks(unwrapped)):
+    if _find_networks(unwrapped, with_loras=False):
         return
-    networks = _find_networks(list_weight_names(unwrapped), with_loras=False)
-    components = {network.component: network for network in networks}
-    if other is None and not components:
+    parts = [name for name in unwrapped if not (_is_parameter(name) or split_suffix(name))]
+    weights = {
+        f"{name[: match.start()]}.weight": unwrapped[name]
+        for name in parts
+        for match in re.finditer(r"[.:]", name)
+    }
+    networks = _find_networks(weights | unwrapped, with_loras=False)
+    if not networks:
         return
-    content = " and ".join(COMPONENTS[name] for name in components) or "weights"
+    components = dict.fromkeys(network.component for network in networks)
+    content = " and ".join(COMPONENTS[name] for name in components)
+    why = f"holds {content} in a format that is not read"
+    why += f" ({list_tensors(unwrapped[name] for name in parts)})"
     file = next(iter(tensors.values())).file
-    if other is not None:
-        name, why = other.name, f"quantized by {other.program}"
-    else:
-        name = next(name for name in unwrapped if not is_parameter(name))
-        why = "in a format that is not known"
-    why = f"holds {content} {why} ({format_value(unwrapped[name].name, str)})"
-    error = OtherFormatError(f"{file}", None, f"{why}, which is not supported", REMEDY)
+    error = OtherFormatError(f"{file}", None, why, GET_READ_FORMAT)
     error.components = frozenset(components)
     raise error
+
+
+def has_scaled_int8(info: TensorInfo) -> bool:
+    """Whether the program that stored int8 values only multiplies them by their scales."""
+    return info.name.endswith(tuple(values_end for values_end, _ in _READ_LAYOUTS))
 
 
 def select_network(
@@ -171,7 +177,7 @@ def select_network(
     selected: dict[str, TensorInfo] = {}
     for name, info in unwrapped.items():
         if not name.startswith(roots) and (name.startswith(prefix) or not is_nested):
-            _add_once(selected, name.removeprefix(prefix), info)
+            add_once(selected, name.removeprefix(prefix), info)
     return _select_text_encoder(selected) if component == "text_encoder" else selected
 
 
@@ -220,7 +226,8 @@ def _find_experts(prefixes: set[str]) -> dict[str, str]:
     """Returns the expert of each of two prefixes of DiTs; {} unless both say theirs."""
     by_expert: dict[str, str] = {}
     for prefix in prefixes if len(prefixes) == len(EXPERTS) else ():
-        experts = {tag.expert for tag in find_expert_tags(prefix) if not tag.is_ambiguous} or {
+        tags = (tag for part in prefix.split(".") for tag in find_expert_tags(part))
+        experts = {tag.expert for tag in tags if not tag.is_ambiguous} or {
             expert for end, expert in _EXPERT_PREFIXES.items() if f".{prefix}".endswith(f".{end}")
         }
         if len(experts) == 1:
@@ -244,14 +251,30 @@ def _is_video_vae(tensors: Mapping[str, TensorInfo], prefix: str) -> bool:
     return any(len(i.shape) == 5 for name, i in tensors.items() if name.startswith(prefix))
 
 
+def _rename_scaled_values(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Names values and scales that can be read `X.weight` and `X.weight_scale`."""
+    renamed = dict(tensors)
+    for name, info in tensors.items():
+        for values_end, scale_end in _READ_LAYOUTS:
+            layer = name.removesuffix(values_end)
+            scale = tensors.get(f"{layer}{scale_end}")
+            if layer == name or scale is None or info.dtype not in ("I8", *FP8):
+                continue
+            if f"{layer}.weight._shift" in tensors or f"{layer}.weight" in tensors:
+                continue
+            del renamed[name], renamed[f"{layer}{scale_end}"]
+            renamed |= {f"{layer}.weight": info, f"{layer}.weight_scale": scale}
+    return renamed
+
+
 def _remove_wrappers(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     unwrapped: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
-        _add_once(unwrapped, WRAPPERS.sub("", name), info)
-    return rename_scaled_values(unwrapped)
+        add_once(unwrapped, WRAPPERS.sub("", name), info)
+    return _rename_scaled_values(unwrapped)
 
 
-def _add_once(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
+def add_once(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
     """Adds a tensor; InputError if another one has its name."""
     first_info = tensors.setdefault(name, info)
     if first_info is not info:

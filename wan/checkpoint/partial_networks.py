@@ -1,8 +1,7 @@
-"""Recognizes files of a part of a network, and adds VACE's control blocks to a t2v network."""
+"""Adds VACE's control blocks, stored in files of their own, to t2v networks; no torch."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,68 +15,15 @@ from wan.checkpoint.config import (
 )
 from wan.checkpoint.discovery import WeightFinder
 from wan.checkpoint.dit_shapes import convert_dit_tensors
-from wan.checkpoint.headers import (
-    list_first_names,
-    read_file_headers,
-    read_folder_headers,
-    read_names,
-)
+from wan.checkpoint.headers import read_weight_headers
 from wan.checkpoint.keymaps import rename_dit_to_official
 from wan.checkpoint.network_names import VACE_MODULE
 from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
-from wan.utils.files import has_file
 
 _CONTROL_PREFIXES = ("vace_blocks.", "vace_patch_embedding.")
-_PARTS = {
-    "VACE's control blocks": (
-        r"vace_blocks|vace_patch_embedding",
-        "all of them, and a t2v network in the folder",
-    ),
-    "the adapters of Animate": (
-        r"face_adapter|face_encoder|motion_encoder|pose_patch_embedding",
-        "the whole network of animate-14B",
-    ),
-    "the audio modules of S2V": (
-        r"audio_injector|casual_audio_encoder|frame_packer|trainable_cond_mask",
-        "the whole network of s2v-14B",
-    ),
-    "the image input of an i2v network": (
-        r"img_emb|image_embedder|cross_attn\.(k_img|v_img|norm_k_img)",
-        "the whole network of an i2v task",
-    ),
-    "the audio modules of MultiTalk or InfiniteTalk": (
-        r"audio_proj|audio_cross_attn",
-        "use them in a program that supports them",
-    ),
-    "the audio modules of FantasyTalking": (
-        r"proj_model|processor\.(k_proj|v_proj)",
-        "use them in a program that supports them",
-    ),
-    "a ControlNet": (
-        r"controlnet_\w+|control_blocks|control_adapter|cam_encoder",
-        "use it in a program that supports it",
-    ),
-}
-"""Part of a network -> pattern of its modules' names, and the remedy."""
-
-
-def describe_content(path: Path, remedy: str) -> tuple[str, str]:
-    """Returns what a file or folder without a network holds, and what to do.
-
-    Args:
-        remedy: For a file whose tensors belong to no known part of a network.
-    """
-    names = read_names(path)
-    for part, (modules, part_remedy) in _PARTS.items():
-        is_of_part = re.compile(rf"(^|\.)({modules})\.").search
-        if 2 * sum(is_of_part(name) is not None for name in names) > len(names):
-            give = "" if part_remedy.startswith("use") else "give "
-            content = f"{part} without the rest of the network"
-            return f"{content}{list_first_names(path)}", f"{give}{part_remedy}"
-    return f"none of Wan's networks{list_first_names(path)}", remedy
 
 
 def add_t2v_presets(presets: tuple[Preset, ...]) -> tuple[Preset, ...]:
@@ -128,7 +74,7 @@ def add_vace_module(
     if kind not in ("t2v", "vace"):
         why = f"holds VACE's control blocks, which need a t2v network, and {folder} has one for "
         raise InputError(f"{path}", None, f"{why}{kind}", "give the folder of a t2v checkpoint")
-    infos = (read_file_headers(path) if has_file(path) else read_folder_headers(path)) or {}
+    infos = read_weight_headers(path)
     module = convert_dit_tensors(
         collect_network_tensors(infos, rename_dit_to_official, VACE_MODULE)
     )

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.headers import read_json, read_safetensors_metadata
+from wan.checkpoint.headers import read_json
+from wan.checkpoint.safetensors_header import read_safetensors_metadata
 from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES
 from wan.settings.errors import InputError
 from wan.settings.values import format_value

@@ -15,19 +15,17 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wan.checkpoint.quant_programs import REMEDY, find_program_of_class
-from wan.checkpoint.tensor_info import MAX_AXES, TensorInfo, read_file_state
+from wan.checkpoint.tensor_info import MAX_AXES, FileState, TensorInfo
 from wan.settings.errors import InputError
-from wan.settings.values import format_value
+from wan.settings.values import format_value, list_names
 from wan.utils.files import open_regular_file
 
-PICKLE_SUFFIXES = (".pth", ".ckpt", ".pt", ".bin")
 _MAX_PICKLE_BYTES = 16_000_000  # bytes of `data.pkl`; the largest network's has 0.5 MB
 _MAX_OPCODES = 1_000_000  # about 30 for each tensor
 _SECONDS_UNTIL_KEPT = 2.0  # a new file may be written again within one tick of its times
@@ -59,28 +57,6 @@ class ForeignPickleError(InputError):
 
 
 @dataclass(frozen=True)
-class PickledTensor:
-    """A tensor in a PyTorch file.
-
-    Attributes:
-        dtype: In safetensors' spelling, or PyTorch's name of another dtype.
-        strides: In elements, like `offset`.
-        offset: First element in the storage.
-        storage_offset: First byte of the storage in the file.
-        storage_bytes: Bytes of the storage.
-        number: The value of a Python number, which has no storage; None for a tensor.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    storage_offset: int
-    storage_bytes: int
-    number: float | None = None
-
-
-@dataclass(frozen=True)
 class _Global:
     """A class or function that a pickle names."""
 
@@ -99,24 +75,6 @@ class _DamagedPickleError(Exception):
 
 
 def read_pickle_header(path: Path) -> dict[str, TensorInfo]:
-    """Returns the tensors of a PyTorch file by name."""
-    state = read_file_state(path)
-    return {
-        name: TensorInfo(
-            path,
-            name,
-            tensor.dtype,
-            tensor.shape,
-            prod(tensor.shape) * _get_itemsize(tensor.dtype),
-            data_offset=tensor.storage_offset + tensor.offset * _get_itemsize(tensor.dtype),
-            number=tensor.number,
-            state=state,
-        )
-        for name, tensor in read_pickled_tensors(path).items()
-    }
-
-
-def read_pickled_tensors(path: Path) -> dict[str, PickledTensor]:
     """Returns the tensors of a PyTorch file, or those of its only dictionary of tensors, by name.
 
     Python numbers are returned as well if their names are those of a LoRA's alphas.
@@ -127,18 +85,18 @@ def read_pickled_tensors(path: Path) -> dict[str, PickledTensor]:
     """
     with open_regular_file(path) as file:
         status = os.fstat(file.fileno())
+    state = status.st_size, status.st_mtime_ns
     if time.time() - status.st_mtime < _SECONDS_UNTIL_KEPT:
-        return _read_file(path)
-    version = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    return dict(_read_version(path, version))
+        return _read_file(path, state)
+    return dict(_read_version(path, state, status.st_ino, status.st_ctime_ns))
 
 
 @lru_cache(maxsize=16)  # one video reads the header of its VAE eight times
-def _read_version(path: Path, _: tuple[int, ...]) -> dict[str, PickledTensor]:
-    return _read_file(path)
+def _read_version(path: Path, state: FileState, *_: int) -> dict[str, TensorInfo]:
+    return _read_file(path, state)
 
 
-def _read_file(path: Path) -> dict[str, PickledTensor]:
+def _read_file(path: Path, state: FileState) -> dict[str, TensorInfo]:
     with open_regular_file(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
@@ -159,11 +117,12 @@ def _read_file(path: Path) -> dict[str, PickledTensor]:
             reason = format_value(str(error), str) if is_known else "its content is damaged"
             why = f"cannot be read ({reason})"
             raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN) from None
-    return _select_weights(path, content)
+    weights = _select_weights(path, content)
+    return {name: replace(info, name=name, state=state) for name, info in weights.items()}
 
 
 def _read_archive(path: Path, file: BinaryIO, archive: zipfile.ZipFile) -> Any:
-    """Returns the unpickled content of an archive, with a `PickledTensor` for each tensor."""
+    """Returns the unpickled content of an archive, with a `TensorInfo` for each tensor."""
     entries: dict[str, zipfile.ZipInfo] = {}
     for entry in archive.infolist():
         if entry.filename in entries:  # which one counts depends on the program
@@ -286,11 +245,9 @@ class _PickleReader:
             module, name = self.stack[-2:]
             del self.stack[-2:]
             argument = f"{module} {name}"
-        if program := find_program_of_class(argument):
-            why = f"holds weights quantized by {program}, which is not supported"
-            raise InputError(f"{self.path}", None, why, REMEDY)
         if argument.split(" ")[0].split(".")[0] != "torch" and argument != _ORDERED_DICT:
-            why = "holds something other than weights and was not opened, because it could run code"
+            name = format_value(argument.replace(" ", "."), str)
+            why = f"holds {name} and was not opened, because it could run code"
             raise ForeignPickleError(f"{self.path}", None, why, _GIVE_PLAIN_TENSORS)
         self.stack.append(_Global(argument))
 
@@ -311,7 +268,7 @@ class _PickleReader:
         elif name in _REBUILD_TENSOR:
             dtype = arguments[6].name.rpartition(" ")[2] if name == "_rebuild_tensor_v3" else None
             storage, offset, shape, strides = arguments[:4]
-            result = _make_tensor(storage, offset, (shape, strides), dtype)
+            result = _make_tensor(self.path, storage, offset, (shape, strides), dtype)
         self.stack.append(result)
 
     def build(self, _: Any) -> None:
@@ -360,9 +317,9 @@ def _make_key(key: Any) -> Any:
 
 
 def _make_tensor(
-    storage: _Storage, offset: Any, axes: tuple[Any, Any], dtype_name: str | None
-) -> PickledTensor | None:
-    """Returns a tensor; None if its storage is too small for it, as for one value for many.
+    path: Path, storage: _Storage, offset: Any, axes: tuple[Any, Any], dtype_name: str | None
+) -> TensorInfo | None:
+    """Returns a tensor without name; None if its storage is too small, as for one value for many.
 
     Args:
         axes: Its shape and its strides.
@@ -377,21 +334,22 @@ def _make_tensor(
     numbers = (offset, *shape, *strides)
     if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
         raise _DamagedPickleError("a tensor whose shape is not of numbers of 64 bits")
+    shape, strides = tuple(shape), tuple(strides)
+    info = TensorInfo(path, "", dtype, shape, prod(shape) * itemsize)
     if 0 in shape:
-        return PickledTensor(dtype, tuple(shape), tuple(strides), 0, storage.offset, storage.nbytes)
+        return info
     last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
     if max(last + 1, prod(shape)) * itemsize > storage.nbytes:
         return None
-    return PickledTensor(
-        dtype, tuple(shape), tuple(strides), offset, storage.offset, storage.nbytes
+    contiguous = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return replace(
+        info,
+        data_offset=storage.offset + offset * itemsize,
+        strided=None if strides == contiguous else (shape, strides),
     )
 
 
-def _get_itemsize(dtype: str) -> int:
-    return next((size for name, size in _DTYPES.values() if name == dtype), 0)
-
-
-def _select_weights(path: Path, content: Any) -> dict[str, PickledTensor]:
+def _select_weights(path: Path, content: Any) -> dict[str, TensorInfo]:
     """Returns the tensors of a dictionary, or those of its only entry that is one of tensors."""
 
     def is_weights(value: Any) -> bool:
@@ -402,7 +360,7 @@ def _select_weights(path: Path, content: Any) -> dict[str, PickledTensor]:
             name
             for name, value in entries.items()
             if not isinstance(name, str)
-            or not isinstance(_convert_alpha(name, value), PickledTensor)
+            or not isinstance(_convert_alpha(path, name, value), TensorInfo)
         ]
 
     if isinstance(content, Mapping) and isinstance(content.get(_STATE_DICT), Mapping):
@@ -410,8 +368,7 @@ def _select_weights(path: Path, content: Any) -> dict[str, PickledTensor]:
     elif isinstance(content, Mapping) and len(find_foreign_names(content)) == len(content):
         sets = [name for name, value in content.items() if is_weights(value)]
         if len(sets) > 1:
-            names = ", ".join(format_value(name, str) for name in sets[:3])
-            why = f"holds {len(sets)} sets of weights ({names})"
+            why = f"holds {len(sets)} sets of weights ({list_names(map(str, sets))})"
             raise ForeignPickleError(f"{path}", None, why, "save one of them as safetensors")
         content = content[sets[0]] if sets else content
     foreign_names = (
@@ -420,10 +377,10 @@ def _select_weights(path: Path, content: Any) -> dict[str, PickledTensor]:
     if foreign_names:
         why = f"holds something other than weights ({format_value(foreign_names[0], str)})"
         raise ForeignPickleError(f"{path}", None, why, _GIVE_PLAIN_TENSORS)
-    return {name: _convert_alpha(name, value) for name, value in content.items()}
+    return {name: _convert_alpha(path, name, value) for name, value in content.items()}
 
 
-def _convert_alpha(name: str, value: Any) -> Any:
+def _convert_alpha(path: Path, name: str, value: Any) -> Any:
     """Returns the description of a Python number that is a LoRA's alpha, and other values as is."""
     is_alpha = name.endswith(_ALPHA_END) and type(value) in (int, float)
-    return PickledTensor("F64", (), (), 0, 0, 0, value) if is_alpha else value
+    return TensorInfo(path, name, "F64", (), 0, number=value) if is_alpha else value

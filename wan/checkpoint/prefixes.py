@@ -7,7 +7,7 @@ names of a file have. Both stop at a name that the network knows.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 
 WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """What torch.compile, FSDP and activation checkpointing write, at any place in a name."""
@@ -19,7 +19,7 @@ NETWORK_PREFIXES = tuple(
 OTHER_LAYERS = frozenset(
     (
         *("vace", "double", "single", "control", "controlnet", "control_net"),
-        *("encoder", "text_encoder", "te", "te1", "te2", "clip"),
+        *("encoder", "text_encoder", "te", "te1", "te2", "clip", "conditioner", "cond_stage_model"),
     )
 )
 """Words of a prefix that make another layer of a DiT's: `vace_blocks_0` is not `blocks_0`. In names
@@ -52,26 +52,22 @@ def _starts_with_dotted_module(name: str) -> bool:
 
 
 def find_shared_prefix(
-    names: Iterable[str],
-    is_known: IsKnown,
-    prefixes: Sequence[str] = NETWORK_PREFIXES,
-    excluded_words: Set[str] = frozenset(),
+    names: Iterable[str], is_known: IsKnown, prefixes: Sequence[str] = NETWORK_PREFIXES
 ) -> str | None:
     """Returns the shortest prefix of all names before names that are known; None if none is.
 
     It ends with a dot, or with an underscore in names with underscores between their first modules.
+    Its words, or its parts between dots if it ends with a dot, are none of `OTHER_LAYERS`.
 
     Args:
         prefixes: May stand between it and the known name.
-        excluded_words: Words, or parts between dots if it ends with a dot, that it must not
-            contain.
     """
     first_name, *next_names = names
 
     def is_prefix(prefix: str) -> bool:
         is_flat = prefix.endswith("_")
         parts = re.split("[._]", prefix) if is_flat else prefix.split(".")
-        return excluded_words.isdisjoint(parts) and all(
+        return OTHER_LAYERS.isdisjoint(parts) and all(
             name.startswith(prefix)
             and not (is_flat and _starts_with_dotted_module(name.removeprefix(prefix)))
             and is_known(strip_prefixes(name.removeprefix(prefix), is_known, prefixes)[-1])

@@ -17,14 +17,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.headers import read_safetensors_metadata, read_safetensors_offsets
-from wan.checkpoint.network_names import check_format, select_network
-from wan.checkpoint.quant_programs import has_scaled_int8
+from wan.checkpoint.network_names import add_once, check_format, has_scaled_int8, select_network
+from wan.checkpoint.safetensors_header import read_safetensors_metadata
 from wan.checkpoint.tensor_info import (
     E4M3,
     E5M2,
     FLOATS,
     FP8,
+    GET_READ_FORMAT,
     GGUF,
     NVFP4,
     SAFETENSORS_SUFFIXES,
@@ -79,15 +79,9 @@ def collect_network_tensors(
     for name, info in _attach_scales(tensors).items():
         is_scaled_int8 = info.dtype == "I8" and info.scale is not None
         if info.dtype not in (*FLOATS, *FP8, *GGUF, NVFP4) and not is_scaled_int8:
-            why = f"is stored as {info.dtype}, which is not supported for this weight"
-            remedy = f"give weights in one of {', '.join((*FLOATS, *FP8))}, or a GGUF file"
-            if info.dtype in ("I8", "U8"):
-                remedy = f"get a file with a format per layer: {', '.join(_FORMAT_DTYPES)}"
-            raise InputError(f"{info.file}: {name}", None, why, remedy)
-        first_info = renamed.setdefault(rename(name), info)
-        if first_info is not info:
-            why = f"has both {name} and {first_info.name}, which are the same tensor"
-            raise InputError(f"{info.file}", None, why, "give a file with one of them")
+            why = f"is stored as {info.dtype}, which is not supported"
+            raise InputError(f"{info.file}: {name}", None, why, GET_READ_FORMAT)
+        add_once(renamed, rename(name), info)
     return renamed
 
 
@@ -203,14 +197,13 @@ def _read_layer_formats(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str
                 for layer, e in layers.items()
                 if isinstance(e, dict)
             }
-        offsets = read_safetensors_offsets(file) if names else {}
         with open_regular_file(file) as handle:
             for name in names:
-                dtype, shape, offset = offsets[tensors[name].name]
-                handle.seek(offset)
-                layer_formats[name.removesuffix(_COMFY_QUANT_SUFFIX)] = _parse_layer_format(
-                    f"{file}: {name}", dtype, handle.read(min(prod(shape), _MAX_METADATA_BYTES))
-                )
+                info = tensors[name]
+                handle.seek(info.data_offset)
+                text = handle.read(min(info.nbytes, _MAX_METADATA_BYTES))
+                layer = name.removesuffix(_COMFY_QUANT_SUFFIX)
+                layer_formats[layer] = _parse_layer_format(f"{file}: {name}", info.dtype, text)
     return layer_formats
 
 

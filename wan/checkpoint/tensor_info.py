@@ -8,9 +8,16 @@ from math import prod
 from pathlib import Path
 
 SAFETENSORS_SUFFIXES = (".safetensors", ".sft")
+PICKLE_SUFFIXES = (".pth", ".ckpt", ".pt", ".bin")
+WEIGHT_FILES = (*SAFETENSORS_SUFFIXES, ".gguf", *PICKLE_SUFFIXES)  # suffixes of weight files
 FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes of weights that are not quantized
 E4M3, E5M2 = "F8_E4M3", "F8_E5M2"
 FP8 = (E4M3, E5M2)
+GET_READ_FORMAT = (
+    f"get it in {', '.join((*FLOATS, *FP8))}, as a GGUF file, or in a format of "
+    "docs/quantised_weights.md"
+)
+"""Remedy for weights in a format that is not read."""
 GGUF = {
     "Q8_0": (32, 34),
     "Q6_K": (256, 210),
@@ -52,7 +59,8 @@ class TensorInfo:
         block_scales: Scales of the blocks of NVFP4.
         full_precision: Matrix products must not run in the stored dtype.
         first_row: First row of this tensor in the file's tensor, of which it is a slice.
-        data_offset: First byte in a GGUF or PyTorch file.
+        data_offset: First byte in the file.
+        strided: Shape and strides of the stored tensor, in elements, if it is not contiguous.
         chunks: Tensors in the file that are concatenated along dim 0; () for a single one.
         number: The value of a Python number, which is stored in a pickle; None for a tensor.
         state: The file's state when its header was read; None if unknown.
@@ -69,6 +77,7 @@ class TensorInfo:
     full_precision: bool = False
     first_row: int = 0
     data_offset: int = 0
+    strided: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     chunks: tuple[TensorInfo, ...] = ()
     number: float | None = None
     state: FileState | None = field(default=None, compare=False)

@@ -8,15 +8,15 @@ directly in the folder. Entries marked FLOAT are loaded from the checkpoint.
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wan.checkpoint.headers import is_folder, read_json, read_safetensors_header
+from wan.checkpoint.headers import is_folder, read_json
 from wan.checkpoint.layout import EXPERT_FOLDERS, Checkpoint, DitFiles
+from wan.checkpoint.safetensors_header import read_safetensors_header
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
@@ -205,7 +205,6 @@ def _read_export(folder: Path, dit: DitFiles) -> Export:
     """Reads a network's export; InputError if it is incomplete or does not fit the network."""
     listing = next((folder / name for name in DESCRIPTION_FILES if has_file(folder / name)), None)
     if listing is None:
-        _refuse_rank_shards(folder, "quant_model_description*")
         names, why = " or ".join(DESCRIPTION_FILES), "holds no description of quantised weights"
         remedy = f"expected {names} (two experts: in high_noise_model/ and low_noise_model/)"
         raise InputError(f"{folder}", None, why, remedy)
@@ -219,8 +218,7 @@ def _read_export(folder: Path, dit: DitFiles) -> Export:
     _check_export_entries(listing, entries, dit)
     weights = folder / f"quant_model_weight_{quant_type.lower()}.safetensors"
     if not has_file(weights):
-        _refuse_rank_shards(folder, weights.stem)
-        remedy = f"copy or export it into the folder of {listing.name}"
+        remedy = f"copy or export it unsharded into the folder of {listing.name}"
         raise InputError(f"{weights}", None, "is missing", remedy)
     reader = _EntryReader(dit, listing, entries, weights, read_safetensors_header(weights))
     linears = {n: layer for n in _list_linear_layers(dit) if (layer := reader.read_linear(n))}
@@ -232,13 +230,6 @@ def _read_export(folder: Path, dit: DitFiles) -> Export:
     if not linears and not attentions:
         raise InputError(f"{listing}", None, "quantises no layer", "drop `quant_dit_path`")
     return Export(listing, weights, DESCRIPTION_FILES[listing.name], linears, attentions)
-
-
-def _refuse_rank_shards(folder: Path, stem: str) -> None:
-    for path in sorted(folder.glob(f"{stem}_*")):
-        if re.search(r"_\d+$", path.stem):
-            why = "is one rank's shard of an export, which is not supported"
-            raise InputError(f"{path}", None, why, "export the network unsharded")
 
 
 def _list_linear_layers(dit: DitFiles) -> list[str]:

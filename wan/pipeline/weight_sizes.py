@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from wan.checkpoint.config import BLOCK_PREFIXES, match_adapter
 from wan.checkpoint.headers import (
     read_file_headers,
     read_folder_headers,
-    read_safetensors_offsets,
 )
 from wan.checkpoint.keymaps import rename_t5_to_transformers, rename_vae_to_diffusers
 from wan.checkpoint.lora import collect_deltas
@@ -30,7 +29,6 @@ from wan.checkpoint.tensor_info import (
     FLOATS,
     FP8,
     GGUF,
-    SAFETENSORS_SUFFIXES,
     TensorInfo,
     get_tensor_alignment,
     view_as_bytes,
@@ -86,17 +84,13 @@ class _TensorSizes:
 
     def __init__(self, can_map: bool, num_ranks: int = 1) -> None:
         self.can_map, self.num_ranks = can_map, num_ranks
-        self._read_offsets = cache(read_safetensors_offsets)
 
     def compute(self, info: TensorInfo, dtype: str, may_map: bool = True) -> tuple[int, int]:
         """Returns the allocated and the mapped bytes of a tensor that is loaded in a dtype."""
         rows, *columns = info.shape or (1,)
         row_bytes = prod(columns) * _ITEMSIZE[dtype]
         if self.can_map and may_map and info.dtype == dtype and not (info.scale or info.chunks):
-            offset = info.data_offset
-            if info.file.suffix in SAFETENSORS_SUFFIXES:
-                offset = self._read_offsets(info.file)[info.name][2]
-            offset += info.first_row * row_bytes
+            offset = info.data_offset + info.first_row * row_bytes
             if offset % get_tensor_alignment(_ITEMSIZE[dtype]) == 0:
                 return 0, rows * row_bytes
         return -(-rows // self.num_ranks) * row_bytes, 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from json import JSONDecodeError
@@ -86,6 +86,13 @@ def join_with_and(items: Sequence[object]) -> str:
     """Joins items to text such as `0, 1 and 2`."""
     *some, last = map(str, items)
     return f"{', '.join(some)} and {last}" if some else last
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Returns the first three names, escaped and shortened, and how many follow."""
+    first = [*names]
+    listing = ", ".join(format_value(name, str) for name in first[:3])
+    return f"{listing} and {len(first) - 3} more" if len(first) > 3 else listing
 
 
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
