@@ -66,8 +66,8 @@ def list_kernels() -> Iterable[Row]:
             ", ".join(("xfuser", *row.install) if row.xfuser_member is not None else ()),
         )
         values.setdefault((f"`--{row.flag}`", *needs), []).append(f"`{row.name}`")
-    for (flag, *needs), names in values.items():
-        yield flag, ", ".join(names), *needs
+    for (flag, *rest), names in values.items():
+        yield flag, ", ".join(names), *rest
 
 
 def list_lora_namings() -> Iterable[Row]:
