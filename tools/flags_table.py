@@ -47,19 +47,22 @@ def list_flags() -> Iterable[Row]:
 
 
 def list_kernels() -> Iterable[Row]:
-    """Yields a row for each dense kernel that a flag selects."""
-    yield "Value", "Devices", "Computes in", "Log-sum-exp", "Packages"
+    """Yields a row for the dense kernels of a flag that need and return the same."""
+    yield "Flag", "Value", "Devices", "Computes in", "Log-sum-exp", "Packages"
+    values: dict[Row, list[str]] = {}
     for row in DENSE_KERNELS.values():
         devices = [d.upper() if d != "cuda" else "GPU" for d in row.factories if d != "npu"]
         devices += row.chips if "npu" in row.factories else ()
         dtypes = ", ".join(row.precisions)
-        yield (
-            f"`{row.name}`",
+        needs = (
             ", ".join(devices),
             f"{dtypes}, quantised" if row.low_precision else dtypes,
             "yes" if row.has_lse else "",
             ", ".join(("xfuser", *row.install) if row.xfuser_member is not None else ()),
         )
+        values.setdefault((f"`--{row.flag}`", *needs), []).append(f"`{row.name}`")
+    for (flag, *rest), names in values.items():
+        yield flag, ", ".join(names), *rest
 
 
 def list_lora_namings() -> Iterable[Row]:
