@@ -47,8 +47,8 @@ def list_flags() -> Iterable[Row]:
 
 
 def list_kernels() -> Iterable[Row]:
-    """Yields a row for the dense kernels of a flag that need and return the same."""
-    yield "Flag", "Value", "Devices", "Computes in", "Log-sum-exp", "Packages"
+    """Yields a row for the dense kernels that need and return the same."""
+    yield "Value", "Devices", "Computes in", "Log-sum-exp", "Packages"
     values: dict[Row, list[str]] = {}
     for row in DENSE_KERNELS.values():
         devices = [d.upper() if d != "cuda" else "GPU" for d in row.factories if d != "npu"]
@@ -60,9 +60,9 @@ def list_kernels() -> Iterable[Row]:
             "yes" if row.has_lse else "",
             ", ".join(("xfuser", *row.install) if row.xfuser_member is not None else ()),
         )
-        values.setdefault((f"`--{row.flag}`", *needs), []).append(f"`{row.name}`")
-    for (flag, *rest), names in values.items():
-        yield flag, ", ".join(names), *rest
+        values.setdefault(needs, []).append(f"`{row.name}`")
+    for needs, names in values.items():
+        yield ", ".join(names), *needs
 
 
 def list_lora_namings() -> Iterable[Row]:

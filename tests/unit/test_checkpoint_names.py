@@ -29,9 +29,8 @@ from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora import resolve_loras
 from wan.checkpoint.lora_names import DIFFERENCES, NAMINGS, Naming, is_low_noise
 from wan.checkpoint.merge_lora import merge_loras
-from wan.checkpoint.tensor_info import PICKLE_SUFFIXES
 from wan.checkpoint.prefixes import NETWORK_PREFIXES
-from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES
+from wan.checkpoint.tensor_info import PICKLE_SUFFIXES, SAFETENSORS_SUFFIXES
 from wan.modules import clip, t5
 from wan.modules.vae import video_vae
 from wan.settings.command import Loras
