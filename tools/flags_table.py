@@ -61,8 +61,8 @@ def list_kernels() -> Iterable[Row]:
             ", ".join(("xfuser", *row.install) if row.xfuser_member is not None else ()),
         )
         values.setdefault(needs, []).append(f"`{row.name}`")
-    for needs, names in values.items():
-        yield ", ".join(names), *needs
+    for others, names in values.items():
+        yield ", ".join(names), *others
 
 
 def list_lora_namings() -> Iterable[Row]:
