@@ -346,9 +346,8 @@ def test_copied_bytes_of_streamed_blocks(size: str, resident: int, copies: int, 
     num_streamed, _, copied_bytes = plan.count_streamed_blocks()
     assert num_streamed == 30 - resident and copied_bytes == pytest.approx(expected, rel=0.01)
     assert plan.compute_host_bytes() == 2 * (5_680_910_336 - 256_384 * 4096)
-    (line,) = (text for text in describe_plan(plan, "", 25.0) if text.startswith("Copied per step"))
-    seconds = copied_bytes / 25e9
-    assert line.endswith(f" GB, {num_streamed} blocks{calls}, {seconds:.2f} s at 25 GB/s")
+    (line,) = (text for text in describe_plan(plan, "") if text.startswith("Copied per step"))
+    assert line.endswith(f"{copied_bytes / 1e9:.2f} GB, {num_streamed} blocks{calls}")
 
 
 def test_ranks_of_a_ring_that_are_measured(tiny) -> None:

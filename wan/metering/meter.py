@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
@@ -186,26 +186,12 @@ def combine_devices(measurements: Sequence[PowerMeasurement]) -> PowerMeasuremen
     if len(parts) < 2:
         return replace(parts[0], why=why) if parts else PowerMeasurement(why=why)
 
-    mean = partial(_compute_weighted_mean, [measurement.seconds for measurement in parts])
-    totals: dict[str, Any] = {}
-    for name, reduction in _ACROSS_DEVICES.items():
-        values = [
-            value for measurement in parts if (value := getattr(measurement, name)) is not None
-        ]
-        totals[name] = reduction(values) if values else None
-    names = sorted({name for measurement in parts for name in measurement.reasons})
     return PowerMeasurement(
         source=", ".join(dict.fromkeys(measurement.source for measurement in parts)),
         why=why,
-        mean_mhz=mean([measurement.mean_mhz for measurement in parts]),
-        throttled=mean([measurement.throttled for measurement in parts]),
-        reasons={
-            name: mean([measurement.reasons.get(name, 0.0) for measurement in parts]) or 0.0
-            for name in names
-        },
         cpu_seconds=sum(measurement.cpu_seconds for measurement in measurements),
         parts=parts,
-        **totals,
+        **_combine_fields(parts, _ACROSS_DEVICES),
     )
 
 
@@ -214,14 +200,9 @@ def combine_spans(measurements: Sequence[PowerMeasurement]) -> PowerMeasurement:
     spans = [span for span in measurements if span.samples]
     if len(spans) < 2:
         return spans[0] if spans else measurements[0]
-    mean = partial(_compute_weighted_mean, [span.seconds for span in spans])
-    totals: dict[str, Any] = {}
-    for name, reduction in (_ACROSS_DEVICES | _ACROSS_SPANS).items():
-        values = [value for span in spans if (value := getattr(span, name)) is not None]
-        totals[name] = reduction(values) if values else None
-    for name in ("mean_w", "mean_mhz", "throttled"):
-        totals[name] = mean([getattr(span, name) for span in spans])
-    names = sorted({name for span in spans for name in span.reasons})
+    mean_w = _compute_weighted_mean(
+        [span.seconds for span in spans], [span.mean_w for span in spans]
+    )
     series: dict[str, list[Any]] | None = None
     if all(span.series for span in spans):
         series = {name: [] for name in spans[0].series or {}}
@@ -232,16 +213,35 @@ def combine_spans(measurements: Sequence[PowerMeasurement]) -> PowerMeasurement:
             offset += span.seconds
     return replace(
         spans[0],
-        reasons={
-            name: mean([span.reasons.get(name, 0.0) for span in spans]) or 0.0 for name in names
-        },
         parts=tuple(
             combine_spans(device_spans)
             for device_spans in zip(*(span.parts for span in spans), strict=False)
         ),
         series=series,
-        **totals,
+        **_combine_fields(spans, _ACROSS_DEVICES | _ACROSS_SPANS) | {"mean_w": mean_w},
     )
+
+
+def _combine_fields(
+    measurements: Sequence[PowerMeasurement], reductions: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Combines fields of measurements; means are weighted by time.
+
+    Args:
+        reductions: Name of a field -> function of its values that are not None.
+    """
+    mean = partial(_compute_weighted_mean, [measurement.seconds for measurement in measurements])
+    combined: dict[str, Any] = {}
+    for name, reduction in reductions.items():
+        values = [x for item in measurements if (x := getattr(item, name)) is not None]
+        combined[name] = reduction(values) if values else None
+    for name in ("mean_mhz", "throttled"):
+        combined[name] = mean([getattr(item, name) for item in measurements])
+    combined["reasons"] = {
+        name: mean([item.reasons.get(name, 0.0) for item in measurements]) or 0.0
+        for name in sorted({name for item in measurements for name in item.reasons})
+    }
+    return combined
 
 
 class Meter:

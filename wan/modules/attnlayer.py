@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,13 +46,6 @@ from wan.utils import trace
 QKVTensors = tuple[Tensor, Tensor, Tensor]
 ChunkQKV = QKVTensors | PackedBuffer
 """q, k and v of a head chunk, [B,s,N_c,D] each, or the send buffer into which they were written."""
-
-
-class HasCommType(Protocol):
-    """Command-line arguments with the attention mode."""
-
-    @property
-    def comm_type(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -144,7 +137,7 @@ class FAPowerCapAttention:
 
     def __init__(
         self,
-        args: HasCommType | None = None,
+        args: Any = None,
         ulysses_pg: Group = None,
         fa_alltoall_overlap: bool = False,
         *,

@@ -7,7 +7,7 @@ Legend: Z latent channels, f h w latent frames/height/width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -30,22 +30,8 @@ from wan.tasks.base import DenoiseInputs, StepCallback, VideoParams
 from wan.utils import trace
 from wan.utils.log import make_step_bar
 
-
-class Denoiser(Protocol):
-    """The signature of `WanModel.forward`; other networks take further keywords."""
-
-    def __call__(
-        self,
-        x: list[Tensor],
-        t: Tensor,
-        context: list[Tensor],
-        seq_len: int,
-        y: list[Tensor] | None = None,
-        *,
-        clip_fea: Tensor | None = None,
-        step: StepInfo | Sequence[StepInfo] | None = None,
-        **model_kwargs: Any,
-    ) -> list[Tensor]: ...
+Denoiser = Callable[..., list[Tensor]]
+"""A network with the signature of `WanModel.forward`; others take further keywords."""
 
 
 class ExpertSource(Protocol):

@@ -72,7 +72,11 @@ _NAG = {  # tau and alpha of the authors
 _SLG = {"start": Parameter(real(0, 1), 0.1), "stop": Parameter(real(0, 1), 0.9)}
 
 
-@partial(Reader, metavar="GUIDER")
+@partial(
+    Reader,
+    choices=tuple(GUIDERS),
+    schema={"type": "string", "pattern": f"^({'|'.join(GUIDERS)})(:.*)?$", "examples": [*GUIDERS]},
+)
 def read_guider(name: str, raw: Any) -> str:
     """Reads `NAME`, or `NAME:KEY=VALUE,...` with parameters of the guider."""
     row = GUIDERS.get(raw.partition(":")[0]) if isinstance(raw, str) else None

@@ -176,8 +176,8 @@ class StepCache:
     step_cache: str = load_option(
         "none",
         read_policy,
-        f"reuse outputs of earlier steps: {join_with_or(POLICY_VALUES)} (default none); parameters "
-        "follow a colon, as in mag:threshold=0.1,warmup=2",
+        f"reuse outputs of earlier steps: {join_with_or(POLICY_VALUES)} (default none), such as "
+        "mag:threshold=0.1",
         diffusers="policy",
         common=True,
     )
