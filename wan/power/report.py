@@ -13,10 +13,9 @@ the time of a wait is the time for which it blocks the stream.
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -36,8 +35,6 @@ PARTS = {  # part of a step -> operations
     "cross-attention": ("cross-attention",),
     "feed-forward": ("feed-forward",),
 }
-GAP_EDGES_MS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Bin edges of gap histograms; the first and the last bin are open."""
 _PART_OF_OPERATION = {name: part for part, names in PARTS.items() for name in names}
 _COUNT_NAMES = {"attention": "FA", "hop": "hops", "gather": "gathers"}
 _NS_PER_MS = 1e6  # nanoseconds
@@ -46,24 +43,15 @@ _REPORT_KIND = make_json_kind("a report of wan.power", "mode", "order", "plan", 
 
 @dataclass(frozen=True)
 class Gaps:
-    """Statistics of the gaps between consecutive attention calls, in milliseconds.
-
-    Attributes:
-        median: 0 without gaps.
-        longest: 0 without gaps.
-        histogram: Number of gaps in each bin of GAP_EDGES_MS.
-    """
+    """Gaps between consecutive attention calls, in milliseconds; 0 without gaps."""
 
     count: int
     median: float
     longest: float
-    histogram: tuple[int, ...]
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[float]) -> Gaps:
-        counts = Counter(bisect_right(GAP_EDGES_MS, length) for length in lengths)
-        bins = tuple(counts[bin_index] for bin_index in range(len(GAP_EDGES_MS) + 1))
-        return cls(len(lengths), median(lengths or [0.0]), max(lengths, default=0.0), bins)
+        return cls(len(lengths), median(lengths or [0.0]), max(lengths, default=0.0))
 
 
 @dataclass(frozen=True)
@@ -79,7 +67,6 @@ class RankReport:
         hidden: Upper bound of the communication time that overlaps attention.
         within: Gaps inside a layer.
         across: Gaps from one layer to the next.
-        layers: One record per layer.
     """
 
     rank: int
@@ -90,7 +77,6 @@ class RankReport:
     hidden: float
     within: Gaps
     across: Gaps
-    layers: list[dict[str, Any]] = field(repr=False)
 
     @property
     def duty(self) -> float:
@@ -113,9 +99,9 @@ def analyze_trace(trace: Trace) -> RankReport:
             parts[_PART_OF_OPERATION[event.operation]] += event.duration / _NS_PER_MS
             part_end = event.end
     parts["other"] = max(step - sum(parts.values()), 0.0)
-    layer_spans = _collect_layer_spans(events)
     layer_counts = Counter(
-        tuple(_count_layer_events(layer_events).items()) for _, layer_events in layer_spans
+        tuple(_count_layer_events(layer_events).items())
+        for layer_events in _group_by_layer_call(events)
     )
     within, across = list[float](), list[float]()
     calls = [event for event in events if event.operation == "attention"]
@@ -137,7 +123,6 @@ def analyze_trace(trace: Trace) -> RankReport:
         hidden=_compute_hidden_time(events, calls) / _NS_PER_MS,
         within=Gaps.from_lengths(within),
         across=Gaps.from_lengths(across),
-        layers=[_make_layer_record(event, layer_events) for event, layer_events in layer_spans],
     )
 
 
@@ -158,14 +143,14 @@ def _find_async_spans(events: Iterable[Event]) -> list[tuple[int, int]]:
     return spans
 
 
-def _collect_layer_spans(events: Iterable[Event]) -> list[tuple[Event, list[Event]]]:
-    """Pairs each layer's event with the events inside it; events are sorted by begin."""
-    layers: list[tuple[Event, list[Event]]] = []
+def _group_by_layer_call(events: Iterable[Event]) -> list[list[Event]]:
+    """Groups the events inside each call of a layer; events are sorted by begin."""
+    layers: list[list[Event]] = []
     for event in events:
         if event.operation == "layer":
-            layers.append((event, []))
+            layers.append([])
         elif layers and "layer" in event.attributes:
-            layers[-1][1].append(event)
+            layers[-1].append(event)
     return layers
 
 
@@ -177,18 +162,6 @@ def _count_layer_events(layer_events: Iterable[Event]) -> dict[str, int]:
         elif event.operation in _COUNT_NAMES:
             counts[_COUNT_NAMES[event.operation]] += 1
     return counts
-
-
-def _make_layer_record(event: Event, layer_events: Sequence[Event]) -> dict[str, Any]:
-    call_durations = [
-        layer_event.duration for layer_event in layer_events if layer_event.operation == "attention"
-    ]
-    return {name: event.attributes.get(name) for name in ("step", "branch", "layer")} | {
-        "time": event.duration / _NS_PER_MS,
-        "attention": sum(call_durations) / _NS_PER_MS,
-        "calls": len(call_durations),
-        "exchanges": sum(layer_event.operation == "a2a" for layer_event in layer_events),
-    }
 
 
 def _compute_hidden_time(events: Sequence[Event], calls: Sequence[Event]) -> int:
@@ -300,22 +273,17 @@ def _format_run_report(report: RunReport) -> Iterator[str]:
         )
     yield from _format_table(rows)
     yield "\nGaps between consecutive attention calls, all ranks"
-    rows = [
-        (
-            "ms",
-            f"< {GAP_EDGES_MS[0]:g}",
-            *(f"{edge:g} -" for edge in GAP_EDGES_MS),
-            "median",
-            "longest",
-        )
-    ]
+    rows = [("ms", "count", "median", "longest")]
     for name, gaps in (
         ("in a layer", [rank.within for rank in report.ranks]),
         ("between layers", [rank.across for rank in report.ranks]),
     ):
-        bins = (str(sum(column)) for column in zip(*(g.histogram for g in gaps), strict=True))
-        mean_median, longest = fmean(gap.median for gap in gaps), max(gap.longest for gap in gaps)
-        rows.append((name, *bins, _format_milliseconds(mean_median), _format_milliseconds(longest)))
+        mean_median = fmean(gap.median for gap in gaps)
+        longest = max(gap.longest for gap in gaps)
+        num_gaps = str(sum(gap.count for gap in gaps))
+        rows.append(
+            (name, num_gaps, _format_milliseconds(mean_median), _format_milliseconds(longest))
+        )
     yield from _format_table(rows)
 
 
@@ -345,7 +313,6 @@ def _make_run_record(report: RunReport) -> dict[str, Any]:
         "order": report.order_summary,
         "plan": asdict(trace.plan),
         "about": dict(trace.metadata),
-        "gap_edges_ms": GAP_EDGES_MS,
         "ranks": [
             asdict(rank) | {"duty": rank.duty, "exposed": rank.exposed} for rank in report.ranks
         ],
