@@ -27,6 +27,7 @@ from wan.checkpoint.layout import inspect_checkpoint
 from wan.pipeline.pipeline import Pipeline
 from wan.planner import report
 from wan.serve import fields
+from wan.serve.rows import ServiceJob
 from wan.settings.errors import KEYWORD_NAMING, InputError
 from wan.settings.flags import PYTHON_KEYWORDS
 from wan.settings.layers import Layer, merge
@@ -350,6 +351,11 @@ def test_a_record_of_the_version_before_repeats_its_video(tmp_path: Path) -> Non
         if changed := list_changed_settings(current, stored):
             wrong.append((before, changed))
     assert not wrong
+
+
+def test_a_waiting_job_of_the_version_before_is_made() -> None:
+    job = ServiceJob("x", {"guider": "apg", "apg_eta": 0.5, "base_seed": [3, 4]})
+    assert job.make_output_settings(1) == {"guider": "apg:eta=0.5", "base_seed": 4}
 
 
 def test_none_replaces_a_default_of_the_signature() -> None:

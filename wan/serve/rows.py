@@ -9,6 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from wan.checkpoint.lora_folder import make_video_lora_record
+from wan.settings.removed import update_record
 
 if TYPE_CHECKING:
     from wan.app.run import Run
@@ -129,10 +130,11 @@ class ServiceJob:
         return self.total // self.num_outputs * self.outputs_done
 
     def make_output_settings(self, index: int) -> dict[str, Any]:
-        """Returns the settings of one of the videos."""
-        if not isinstance(self.settings.get("base_seed"), list):
-            return self.settings
-        return self.settings | {"base_seed": self.seeds[index]}
+        """Returns the settings of one of the videos, also of a job of the version before."""
+        settings = update_record(self.settings)
+        if isinstance(settings.get("base_seed"), list):
+            settings["base_seed"] = self.seeds[index]
+        return settings
 
     def set_sizes(self, run: Run) -> None:
         """Sets frames, fps, sizes, steps, guidance, shape and work from the run."""
