@@ -72,6 +72,12 @@ _NAG = {  # tau and alpha of the authors
 _SLG = {"start": Parameter(real(0, 1), 0.1), "stop": Parameter(real(0, 1), 0.9)}
 
 
+def _also_text(schema: Mapping[str, Any], example: str) -> dict[str, Any]:
+    """Returns the JSON Schema of values that may also be text, with parameters after a colon."""
+    text = {"type": "string", "pattern": "^[0-9.,-]+(:.*)?$", "examples": [example]}
+    return {"anyOf": [schema, text]}
+
+
 @partial(
     Reader,
     choices=tuple(GUIDERS),
@@ -85,15 +91,18 @@ def read_guider(name: str, raw: Any) -> str:
     return normalize_parameters(name, raw, row.parameters)
 
 
-@partial(Reader, metavar="X", schema={"type": ["number", "string"]})
+_NAG_SCALE = real(1, 100, exclude_min=True)
+
+
+@partial(Reader, metavar="X", schema=_also_text(_NAG_SCALE.schema, "5:norm=l2"))
 def read_nag(name: str, raw: Any) -> str:
     """Reads the scale of NAG, `X`, or `X:KEY=VALUE,...`."""
     scale, colon, parameters = format_number(raw).partition(":")
-    real(1, 100, exclude_min=True)(name, scale)
+    _NAG_SCALE(name, scale)
     return normalize_parameters(name, f"{format_number(scale)}{colon}{parameters}", _NAG)
 
 
-@partial(Reader, metavar="9,10", schema=read_blocks.schema)
+@partial(Reader, metavar="9,10", schema=_also_text(read_blocks.schema, "9:start=0.2"))
 def read_slg(name: str, raw: Any) -> str:
     """Reads block numbers as `read_blocks` does, also with `:KEY=VALUE,...` after them."""
     blocks, colon, parameters = raw.partition(":") if isinstance(raw, str) else (raw, "", "")
@@ -110,7 +119,7 @@ class Guidance:
         read_guider,
         HelpText(
             "; ".join(f"{name}: {row.help}" for name, row in GUIDERS.items())
-            + "; parameters of a guider follow a colon, as in apg:momentum=-0.5,threshold=15",
+            + "; parameters of a guider follow a colon, as in apg:eta=0.5,momentum=-0.5",
             "default cfg",
         ),
         checkpoint=True,
