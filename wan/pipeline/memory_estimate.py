@@ -338,20 +338,12 @@ def estimate_denoising_bytes_without_blocks(setup: Setup, params: VideoParams) -
     They are the other weights, caches, activations, latents, the VAE of previews, and the LoRAs of
     this video or the largest one of `lora_folder`, for the videos after it.
     """
-    device = find_planned_capabilities(setup).type
-    dit, preview = _estimate_dit(setup, params, device), _estimate_preview(setup, params)
-    activations = max(dit.activations, preview, key=Usage.total)
-    usage = dit.cached + activations + _get_usage_per_clip(setup, dit, device)
-    usage += _estimate_denoising_inputs(params)
-    lora_bytes = max(
-        weight_sizes.sum_video_loras(setup, device),
-        weight_sizes.sum_video_loras(replace(setup, video_loras={}), device),
-    )
-    vae = 0
-    if params.preview:
-        vae_tensors = weight_sizes.read_vae_tensors(setup)
-        vae = weight_sizes.sum_vae_weights(setup, device, vae_tensors).allocated
-    return dit.weights.allocated - dit.weights.all_blocks + usage.total() + lora_bytes + vae
+    device, sizes = find_planned_capabilities(setup).type, estimate_network_sizes(setup, params)
+    usage, weights = compute_stage_memory(setup, params, sizes)["denoising"], sizes.dit.weights
+    next_loras = weight_sizes.sum_video_loras(replace(setup, video_loras={}), device)
+    usage["LoRAs"] = max(usage["LoRAs"], next_loras)
+    usage["DiT weights"] = weights.allocated - weights.all_blocks
+    return usage.total()
 
 
 def estimate_vae_activations(setup: Setup, direction: str, size: tuple[int, int, int]) -> int:
