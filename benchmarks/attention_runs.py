@@ -26,7 +26,7 @@ from wan.distributed.ring import RING_TYPES, Ring
 from wan.distributed.ulysses import Group, to_process_group
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
+from wan.modules.blocks import BlockSizes, SharedInputs, WanAttentionBlock
 from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import make_rope_table
 from wan.settings.attention_modes import MODES, OVERLAP, Mode, list_head_ranges
@@ -206,7 +206,7 @@ def make_block(
         table[local_tokens] for table in make_rope_table((1, 1, size.tokens), size.head_dim)
     )
     kv = module.cross_attn.project_context_kv(context_BTC)
-    other_arguments = (e0_BR6C, context_BTC, kv, ForwardContext((tokens,), (cos, sin), size.tokens))
+    other_arguments = (e0_BR6C, context_BTC, kv, SharedInputs((tokens,), (cos, sin), size.tokens))
     return module, lambda forward: forward(x_BsC.clone(), *other_arguments)[0]
 
 
@@ -232,7 +232,7 @@ def run_exchanges(size: Size) -> dict[str, Any]:
             )
             tokens = size.tokens // dist.get_world_size()
             table = make_rope_table((1, 1, tokens), size.head_dim)
-            info = ForwardContext((tokens,), table, size.tokens)
+            info = SharedInputs((tokens,), table, size.tokens)
             x_BsC = torch.randn(1, tokens, size.heads * size.head_dim)
             runs[f"mode {mode}, {exchange}"] = partial(module.self_attn, x_BsC, info)
     return {"seconds": time_interleaved(runs, size.rounds)}

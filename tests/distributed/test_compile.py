@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from tests import dist
 from tests.conftest import slow
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
+from wan.modules.blocks import BlockSizes, SharedInputs, WanAttentionBlock
 from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import make_rope_table
 from wan.settings.attention_modes import MODES
@@ -144,5 +144,5 @@ def make_block_and_inputs(
     x_BSC = torch.randn(1, RANKS * LOCAL, channels)
     local_rows = slice(rank * LOCAL, (rank + 1) * LOCAL)
     cos, sin = (table[local_rows] for table in make_rope_table((1, 4, 6), HEAD_DIM))
-    other_inputs = (e0_BR6C, context_BTC, None, ForwardContext((LOCAL,), (cos, sin), valid_len))
+    other_inputs = (e0_BR6C, context_BTC, None, SharedInputs((LOCAL,), (cos, sin), valid_len))
     return block, x_BSC[:, local_rows].clone(), other_inputs

@@ -22,7 +22,7 @@ from tests.distributed.topology import ROWS, Collectives, Topology, attention_la
 from wan.kernels.forward_context import StepInfo
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
+from wan.modules.blocks import BlockSizes, SharedInputs, WanAttentionBlock
 from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import make_rope_table
 from wan.settings.attention_modes import TokenPlan
@@ -177,7 +177,7 @@ def compute_gradients(exchange: str) -> list[Tensor]:
     layer = attention_layer(Topology(2, 1), "1", exchange=exchange)
     components = ModelComponents(attention=lambda _: layer)
     block = WanAttentionBlock(BlockSizes(32, 48, 4, text_len=3), 0, components)
-    info = ForwardContext((6,), make_rope_table((1, 2, 3), 8), 12)
+    info = SharedInputs((6,), make_rope_table((1, 2, 3), 8), 12)
     assert not layer.start(torch.randn(1, 6, 32), 4).takes_slices, "nothing is written in place"
     x, text = torch.randn(1, 6, 32), torch.randn(1, 3, 32)
     out, _ = block(x, torch.randn(1, 1, 6, 32), text, None, info)

@@ -16,7 +16,7 @@ from tests.conftest import slow
 from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals
 from wan.app.programs import run_program
-from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
+from wan.modules.blocks import BlockSizes, SharedInputs, WanAttentionBlock
 from wan.modules.interfaces import ModelComponents
 from wan.planner.measure import Planner
 from wan.power.__main__ import main as run_power_command
@@ -117,7 +117,7 @@ def test_flops_against_the_block() -> None:
     rope = (torch.ones(tokens, 1, channels // heads), torch.zeros(tokens, 1, channels // heads))
     kv = torch.zeros(2, 1, text, heads, channels // heads).unbind(0)
     counter = FlopCounterMode(display=False)
-    context = ForwardContext((tokens,), rope, tokens)
+    context = SharedInputs((tokens,), rope, tokens)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         block(x_BLC, e0_BR6C, torch.zeros(1, text, channels), kv, context)
     seconds = sum(seconds for _, seconds in work.list_layer_work(MODES[0], 1, constants))

@@ -49,8 +49,8 @@ class BlockSizes:
 
 
 @dataclass(frozen=True)
-class ForwardContext:
-    """Arguments of a forward pass that are the same for all blocks.
+class SharedInputs:
+    """Inputs of a forward pass that all blocks share.
 
     Attributes:
         rope: Rows of the RoPE table of this rank's tokens.
@@ -92,7 +92,7 @@ class WanAttentionBlock(nn.Module):
         e0_BR6C: Tensor,
         context_BTC: Tensor,
         context_kv: ContextKV | None,
-        forward_context: ForwardContext,
+        shared_inputs: SharedInputs,
     ) -> tuple[Tensor, ContextKV]:
         """Runs the block.
 
@@ -105,16 +105,16 @@ class WanAttentionBlock(nn.Module):
         Returns:
             The residual stream, and the keys and values of the context.
         """
-        dtype, segments, ops = context_BTC.dtype, forward_context.timestep_segments, self.ops
+        dtype, segments, ops = context_BTC.dtype, shared_inputs.timestep_segments, self.ops
         modulation = self.modulation.float().unsqueeze(1) + e0_BR6C
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(2)
 
         def attend() -> Tensor:
             y_BLC = ops.modulated_norm(x_BLC, shift1, scale1, segments, self.eps, dtype)
-            return self.self_attn(y_BLC, forward_context)
+            return self.self_attn(y_BLC, shared_inputs)
 
         cache = self.attention_cache
-        y_BLC = attend() if cache is None else cache(attend, forward_context.step, self.layer)
+        y_BLC = attend() if cache is None else cache(attend, shared_inputs.step, self.layer)
         if isinstance(self.norm3, nn.LayerNorm):
             x_BLC, y_BLC = ops.gated_add_norm(x_BLC, y_BLC, gate1, segments, self.norm3, dtype)
         else:
@@ -122,11 +122,11 @@ class WanAttentionBlock(nn.Module):
             y_BLC = x_BLC.to(dtype, copy=True)
         with trace.span("cross-attention"):
             context_kv = (
-                self.cross_attn.project_context_kv(context_BTC, forward_context.second_text)
+                self.cross_attn.project_context_kv(context_BTC, shared_inputs.second_text)
                 if context_kv is None
                 else context_kv
             )
-            y_BLC = self.cross_attn(y_BLC, context_kv, forward_context.step)
+            y_BLC = self.cross_attn(y_BLC, context_kv, shared_inputs.step)
 
         x_BLC, y_BLC = ops.add_modulated_norm(
             x_BLC, y_BLC, shift2, scale2, segments, self.eps, dtype
@@ -208,21 +208,21 @@ class WanSelfAttention(WanAttention):
         super().__init__(sizes, components)
         self.attention, self.layer = components.attention(layer), layer
 
-    def forward(self, x_BLC: Tensor, forward_context: ForwardContext) -> Tensor:
-        reference = forward_context.reference
+    def forward(self, x_BLC: Tensor, shared_inputs: SharedInputs) -> Tensor:
+        reference = shared_inputs.reference
         call = self.attention.start(
             x_BLC,
             self.num_heads,
-            valid_len=forward_context.valid_len,
-            step=forward_context.step,
+            valid_len=shared_inputs.valid_len,
+            step=shared_inputs.step,
             reference=None if reference is None else reference.get_layer(self.layer),
         )
         # This frame holds no reference to q, k and v: the call decides when they are freed.
         for index, project in enumerate((self.project_q, self.project_k)):
             if call.takes_slices:
-                project(x_BLC, forward_context.rope, partial(call.write, index))
+                project(x_BLC, shared_inputs.rope, partial(call.write, index))
             else:
-                call.write(index, project(x_BLC, forward_context.rope))
+                call.write(index, project(x_BLC, shared_inputs.rope))
         call.write(2, self.project_v(x_BLC))
         return self.project_out(call.finish())
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from wan.kernels.forward_context import StepInfo
 from wan.modules.blocks import (
     BlockSizes,
-    ForwardContext,
     Head,
     ImageEmbedding,
+    SharedInputs,
     TanhGELU,
     WanAttentionBlock,
     fp32_linear,
@@ -58,7 +58,7 @@ class BlockInputs:
 
     modulation: Tensor
     context: EmbeddedContext
-    forward_context: ForwardContext
+    shared_inputs: SharedInputs
 
 
 AfterBlock = Callable[[Tensor, BlockInputs], Tensor]
@@ -216,7 +216,9 @@ class WanModel(nn.Module):
             context,
             clip_fea,
             step,
-            lambda i, *_: self._make_stream(self.token_grid(x[i].shape[1:]), x[i].device),
+            lambda first, *_: self._make_stream(
+                self.token_grid(x[first].shape[1:]), x[first].device
+            ),
             can_be_batch=t.dim() == 1,
         )
 
@@ -241,7 +243,7 @@ class WanModel(nn.Module):
 
         Args:
             x: The latents of each sample, with all channels; the next four are those of `forward`.
-            make_conditioning: Makes the conditioning of the samples of these indices.
+            make_conditioning: make_conditioning(*indices) makes that of a batch of samples.
             can_be_batch: Compute samples of one shape as a batch if they share a step.
         """
         batches, steps = [[i] for i in range(len(x))], list_sample_steps(step, len(x))
@@ -287,20 +289,23 @@ class WanModel(nn.Module):
         step: StepInfo | None,
         conditioning: StreamConditioning,
     ) -> BlockIterator[Tensor]:
-        """Predicts the velocity: embeds the inputs, runs the blocks and then the head."""
+        """Predicts the velocity: embeds the inputs, runs the blocks and then the head.
+
+        It yields before each block, so that samples may run in lockstep (`wan.modules.lockstep`).
+        """
         grid = self.token_grid(x_BCFHW.shape[2:])
         e_BRC, lengths = self._embed_timesteps(t, grid, x_BCFHW.device, conditioning)
         modulation_BR6C = _run_in_fp32(self.time_projection, e_BRC).unflatten(-1, (6, self.dim))
         embedded_context = self._embed_context(context, clip_fea, step)
-        forward_context = ForwardContext(
-            self.sequence_shard.get_local_segment_lengths(lengths),
-            conditioning.rope,
-            sum(lengths),
-            step,
-            conditioning.reference,
-            embedded_context.second_text,
+        shared_inputs = SharedInputs(
+            timestep_segments=self.sequence_shard.get_local_segment_lengths(lengths),
+            rope=conditioning.rope,
+            valid_len=sum(lengths),
+            step=step,
+            reference=conditioning.reference,
+            second_text=embedded_context.second_text,
         )
-        inputs = BlockInputs(modulation_BR6C, embedded_context, forward_context)
+        inputs = BlockInputs(modulation_BR6C, embedded_context, shared_inputs)
         x_BLC = self._embed_tokens(x_BCFHW, grid, conditioning)
         run_blocks = partial(self._iterate_blocks, inputs, conditioning)
         if self.step_cache is None:
@@ -308,7 +313,7 @@ class WanModel(nn.Module):
         else:
             num_valid, dtype = conditioning.num_local_video_tokens, embedded_context.embedding.dtype
             x_BLC = yield from self.step_cache.iterate(x_BLC, run_blocks, step, num_valid, dtype)
-        patches_BLK = self.head(x_BLC, e_BRC, forward_context.timestep_segments)
+        patches_BLK = self.head(x_BLC, e_BRC, shared_inputs.timestep_segments)
         patches_BSK = self.sequence_shard.gather(patches_BLK, grid)
         return self._unpatchify(patches_BSK[:, : math.prod(grid)], grid)
 
@@ -335,7 +340,7 @@ class WanModel(nn.Module):
         stop: int | None,
     ) -> BlockIterator[Tensor]:
         """Runs blocks start to stop - 1 and the hooks of a subclass; see `IterateBlocks`."""
-        step, reference = inputs.forward_context.step, conditioning.reference
+        step, reference = inputs.shared_inputs.step, conditioning.reference
         if conditioning.before_blocks is not None and start == 0:
             conditioning.before_blocks(x_BLC)
         for layer, block in islice(enumerate(self.blocks), start, stop):
@@ -358,7 +363,7 @@ class WanModel(nn.Module):
                 inputs.modulation,
                 context.embedding,
                 context.kv[layer],
-                inputs.forward_context,
+                inputs.shared_inputs,
             )
         self._cache_context_kv(context, layer, kv)
         return x_BLC

@@ -195,6 +195,6 @@ class VaceWanAttentionBlock(WanAttentionBlock):
             c_BLC = self.before_proj(c_BLC.to(dtype)).float() + x_BLC
         text = block_inputs.context.embedding
         c_BLC, kv = super().forward(
-            c_BLC, block_inputs.modulation, text, kv, block_inputs.forward_context
+            c_BLC, block_inputs.modulation, text, kv, block_inputs.shared_inputs
         )
         return c_BLC, self.after_proj(c_BLC.to(dtype)), kv
