@@ -13,7 +13,7 @@ from wan.settings.flags import FLAGS
 
 NAMES = sorted(
     {*FLAGS, *fields.COMPUTED_FIELDS, *fields.UPLOADS, fields.FOLDER}
-    | {name for name, row in fields.API_FIELDS.items() if fields.ANY not in row.accepted}
+    | {*fields.FIELD_TO_SETTING, *(name for name, x in fields.IGNORED_FIELDS.items() if x)}
 )
 URLENCODED = "application/x-www-form-urlencoded"
 NEVER = {  # JSON values that no field accepts

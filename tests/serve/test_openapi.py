@@ -128,11 +128,11 @@ def test_fields_of_the_running_task() -> None:
     """Every field is in the schema of some task, and options of other tasks are absent."""
     schemas = {task: make_schema(task).properties for task in TASKS}
     known = set().union(*schemas.values())
-    accepted = {name for name, row in fields.API_FIELDS.items() if row.setting or row.accepted}
+    accepted = {*fields.FIELD_TO_SETTING, *fields.IGNORED_FIELDS}
     lines = {name for name, flag in FLAGS.items() if flag.line} - {"save_file", fields.FOLDER}
     unstarted = {name for name in lines if (need := FLAGS[name].needs) and not FLAGS[need].line}
     lines -= unstarted  # they need a setting that these services are started without
-    accepted -= {name for name, row in fields.API_FIELDS.items() if row.setting in unstarted}
+    accepted -= {name for name, setting in fields.FIELD_TO_SETTING.items() if setting in unstarted}
     assert not {*accepted, *lines, *fields.BLOCKS, *fields.COMPUTED_FIELDS} - known
     for name, flag in FLAGS.items():
         wrong = [task for task in TASKS if flag.tasks and task not in flag.tasks]

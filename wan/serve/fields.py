@@ -33,86 +33,48 @@ from wan.settings.values import (
 )
 from wan.settings.video_options import INPUT_OPTIONS, MAX_REFERENCE_IMAGES
 
-ANY = object()
-"""In `ApiField.accepted`: every text, number and switch."""
-_OFF = (False, 0, "no", "off")
-_OTHER_MODELS = "is for other models"
-_QUALITY = "differs: every video is H.264 with CRF 10, which is high quality but not lossless"
-_NO_PATHS = "requests cannot name files of the server"
-
-
-@dataclass(frozen=True)
-class ApiField:
-    """A field of another video API.
-
-    Attributes:
-        setting: The setting with this meaning; "": none.
-        accepted: Values that change nothing and are ignored.
-        why, remedy: End of the sentence that refuses all other values.
-    """
-
-    setting: str = ""
-    accepted: tuple[Any, ...] = ()
-    why: str = ""
-    remedy: str = "leave it out"
-
-
-API_FIELDS = {
-    # other names of settings
-    "num_frames": ApiField("frame_num"),
-    "num_inference_steps": ApiField("sample_steps"),
-    "flow_shift": ApiField("sample_shift"),
-    "seed": ApiField("base_seed"),
-    "seeds": ApiField("base_seed"),
-    "input_reference": ApiField("image"),
-    "image_reference": ApiField("image"),
-    "reference_url": ApiField("image"),
-    "input_references": ApiField("src_ref_images"),
-    "video_reference": ApiField("src_video"),
-    "video_url": ApiField("src_video"),
-    "audio_reference": ApiField("audio"),
-    "lora": ApiField("video_lora", ({}, [])),
-    "loras": ApiField("video_lora", ({}, [])),
-    **{alias: ApiField(name) for alias, name in FLAG_ALIASES.items()},
-    # what every request of this service does, or what has no meaning here
-    "user": ApiField("", (ANY,), "must be text"),
-    "return_stage_metrics": ApiField("", (ANY,), "must be true or false"),
-    "stream": ApiField("", _OFF, "is not supported", "poll the video"),
-    "generator_device": ApiField(
-        "", ("cpu", "cuda", "gpu", "npu"), "is no device", "noise_device is set at the start"
-    ),
-    "quality": ApiField("", ("default", "standard", "auto", "high"), _QUALITY),
-    "output_quality": ApiField("", ("default", "auto", "high"), _QUALITY),
-    "output_compression": ApiField("", (), "cannot be chosen for one video"),
-    "max_sequence_length": ApiField("", (512,), "differs from the 512 tokens of the text encoder"),
-    "true_cfg_scale": ApiField("", (0, 1), _OTHER_MODELS, "give guidance_scale"),
-    "start_time_seconds": ApiField("", (0,), _OTHER_MODELS),
-    "diffusers_kwargs": ApiField("", ({},), "is for diffusers' pipelines"),
-    # switches, and the parameters of a feature that is off
-    "enable_teacache": ApiField("", _OFF, "is chosen when the service starts, by step_cache"),
-    "enable_frame_interpolation": ApiField("", _OFF, "is not supported", "give a higher fps"),
-    "frame_interpolation_exp": ApiField("", (ANY,), "must be a number"),
-    "frame_interpolation_scale": ApiField("", (ANY,), "must be a number"),
-    "frame_interpolation_model_path": ApiField("", (ANY,), "must be text"),
-    "enable_upscaling": ApiField("", _OFF, "is not supported", "give a larger size"),
-    "upscaling_scale": ApiField("", (ANY,), "must be a number"),
-    "upscaling_model_path": ApiField("", (ANY,), "must be text"),
-    "generate_sound": ApiField("", _OFF, "is not supported"),
-    "sound_duration": ApiField("", (ANY,), "must be a number"),
-    # refused
-    "control_type": ApiField("", (), _OTHER_MODELS, "upload src_video"),
-    "control_reference": ApiField("", (), _OTHER_MODELS, "upload src_video"),
-    "latent_path": ApiField("", (), "is not allowed", f"{_NO_PATHS}; give a seed"),
-    "output_path": ApiField("", (), "is not allowed", _NO_PATHS),
-    "perf_dump_path": ApiField("", (), "is not allowed", _NO_PATHS),
-    "video_path": ApiField("", (), "is not allowed", "upload src_video"),
-    "save_file": ApiField(
-        "", (), "is not allowed", "the video is fetched from /v1/videos/{id}/content"
-    ),
+FIELD_TO_SETTING = {
+    "num_frames": "frame_num",
+    "num_inference_steps": "sample_steps",
+    "flow_shift": "sample_shift",
+    "seed": "base_seed",
+    "seeds": "base_seed",
+    "input_reference": "image",
+    "image_reference": "image",
+    "reference_url": "image",
+    "input_references": "src_ref_images",
+    "video_reference": "src_video",
+    "video_url": "src_video",
+    "audio_reference": "audio",
+    "lora": "video_lora",
+    "loras": "video_lora",
+    **FLAG_ALIASES,
 }
-"""Fields of OpenAI's, vllm-omni's, SGLang's and MLPerf's APIs that are no setting's name."""
-FIELD_TO_SETTING = {key: field.setting for key, field in API_FIELDS.items() if field.setting}
-"""Field name of another API -> setting."""
+"""Field name of OpenAI's, vllm-omni's and SGLang's APIs -> setting."""
+_OFF = (False, 0, "no", "off")
+IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "user": (),
+    "return_stage_metrics": (),
+    "stream": _OFF,
+    "generator_device": ("cpu", "cuda", "gpu", "npu"),
+    "quality": ("default", "standard", "auto", "high"),
+    "output_quality": ("default", "auto", "high"),
+    "max_sequence_length": (512,),
+    "true_cfg_scale": (0, 1),
+    "start_time_seconds": (0,),
+    "diffusers_kwargs": ({},),
+    "enable_teacache": _OFF,
+    "enable_frame_interpolation": _OFF,
+    "frame_interpolation_exp": (),
+    "frame_interpolation_scale": (),
+    "frame_interpolation_model_path": (),
+    "enable_upscaling": _OFF,
+    "upscaling_scale": (),
+    "upscaling_model_path": (),
+    "generate_sound": _OFF,
+    "sound_duration": (),
+}
+"""Field of these APIs without an effect -> its allowed values; (): texts, numbers and switches."""
 LORAS = ("video_lora", *(k for k, name in FIELD_TO_SETTING.items() if name == "video_lora"))
 """Fields whose value are the LoRAs of a video."""
 SEEDS = ("base_seed", *(k for k, name in FIELD_TO_SETTING.items() if name == "base_seed"))
@@ -136,7 +98,7 @@ JSON_FIELDS = frozenset(
 )
 """Fields whose value in a form may be the text of a JSON object or list."""
 PICTURE_FIELDS = tuple(
-    key for key in (PICTURES, *API_FIELDS) if PICTURES in (key, FIELD_TO_SETTING.get(key))
+    key for key in (PICTURES, *FIELD_TO_SETTING) if PICTURES in (key, FIELD_TO_SETTING.get(key))
 )
 """Fields that a form may repeat, as NAME or NAME[]; those of seeds only as NAME[]."""
 _GUIDANCE = ("guidance_high", "guidance_low")
@@ -268,8 +230,8 @@ class _RequestFields:
             return
         if key in COMPUTED_FIELDS:
             self.api_fields[key] = value
-        elif key in API_FIELDS and not API_FIELDS[key].setting:
-            _check_api_field(key, value)
+        elif key in IGNORED_FIELDS:
+            _check_ignored_field(key, value)
         elif name in folder_files:
             self.files[f"{FOLDER}/{folder_files[name]}"] = _decode_upload(key, value)
         elif name in UPLOADS:
@@ -355,14 +317,13 @@ def _suggest_field(key: str) -> str:
     return f"did you mean {FIELD_NAMES.get(similar[0], similar[0])}" if similar else "remove it"
 
 
-def _check_api_field(key: str, value: Any) -> None:
-    """Refuses a value of a field that has no setting, unless it changes nothing."""
-    row = API_FIELDS[key]
-    is_scalar = isinstance(value, str | int | float)
-    if ANY in row.accepted and is_scalar:
-        return
-    if _normalize_value(value) not in map(_normalize_value, row.accepted):
-        raise InputError(key, format_value(value), row.why, row.remedy)
+def _check_ignored_field(key: str, value: Any) -> None:
+    """Refuses a value of a field without an effect, unless it asks for nothing."""
+    accepted, is_scalar = IGNORED_FIELDS[key], isinstance(value, str | int | float)
+    is_accepted = _normalize_value(value) in map(_normalize_value, accepted)
+    if not (is_accepted if accepted else is_scalar):
+        choice = f"give {json.dumps(accepted[0])}, or " if accepted else ""
+        raise InputError(key, format_value(value), "is not supported", f"{choice}leave it out")
 
 
 def _unwrap_url(key: str, value: Any) -> tuple[str, Any]:

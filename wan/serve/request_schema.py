@@ -317,11 +317,9 @@ def _list_foreign_fields(properties: Mapping[str, Schema]) -> dict[str, Schema]:
     """Returns the fields of other APIs that are accepted without an effect."""
     text = "of other APIs; accepted without an effect"
     entries: dict[str, Schema] = {}
-    for name, row in fields.API_FIELDS.items():
-        if row.setting or not row.accepted:
-            continue
-        values = [] if fields.ANY in row.accepted else [*row.accepted]
-        limits: Schema = {"enum": values} if values else {"type": ["string", "number", "boolean"]}
+    for name, values in fields.IGNORED_FIELDS.items():
+        limits: Schema = {"type": ["string", "number", "boolean"]}
+        limits = {"enum": [*values]} if values else limits
         entries[name] = limits | {"description": text, "x-ignored": True}
     for name in fields.BLOCKS:
         entries[name] = {"type": "object", "description": "further fields", "x-ignored": True}
