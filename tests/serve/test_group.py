@@ -27,7 +27,7 @@ RANK = '''#!PYTHON
 import os, signal, sys, time
 from pathlib import Path
 
-from wan.serve import rpc
+from wan.serve import ranks
 
 def run_both():
     ranks = []
@@ -74,11 +74,11 @@ with (folder / "starts").open("a") as file:
 if (folder / "broken").exists():
     sys.exit(1)
 assert sys.argv[1:] == [*ARGV, str(folder / "front.json")], sys.argv
-rpc.HEARTBEAT = 0.1
+ranks.HEARTBEAT = 0.1
 run_both()
 rank = int(os.environ["RANK"])
 (folder / f"pid{rank}").write_text(str(os.getpid()))
-front = rpc.FrontLink(rpc.read_front_file(folder / "front.json"), rank, 0)
+front = ranks.FrontLink(ranks.read_front_file(folder / "front.json"), rank, 0)
 front.send("ready")
 while True:
     command = front.next_command(10)

@@ -17,9 +17,8 @@ from tests.serve.bodies import FORM, make_data_url, make_form, make_picture
 from tests.serve.jobs import PROMPT, Jobs, resolve_service
 from wan.serve import fields, operations
 from wan.serve.metrics import Metrics
-from wan.serve.needed_fields import check_needed_fields
 from wan.serve.openapi import make_openapi
-from wan.serve.request_schema import RequestSchema, make_request_schema
+from wan.serve.request_schema import RequestSchema, check_needed_fields, make_request_schema
 from wan.serve.routes import Routes
 from wan.serve.rows import ServiceJob
 from wan.settings.errors import InputError

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from wan.app.run import PATH_SETTINGS, Run
-from wan.serve.needed_fields import FIELD_NAMES, FOLDER, check_needed_fields
 from wan.serve.webhook_hosts import read_url
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.fields import list_options
@@ -33,6 +32,17 @@ from wan.settings.values import (
 )
 from wan.settings.video_options import INPUT_OPTIONS, MAX_REFERENCE_IMAGES
 
+FIELD_NAMES = {
+    "image": "input_reference",
+    "frame_num": "num_frames",
+    "sample_steps": "num_inference_steps",
+    "sample_shift": "flow_shift",
+    "base_seed": "seed",
+    "video_lora": "lora",
+}
+"""Setting -> its field in the schema and in answers, where the two differ."""
+FOLDER = "src_root_path"
+"""Setting whose value is a folder of uploaded files."""
 FIELD_TO_SETTING = {
     "num_frames": "frame_num",
     "num_inference_steps": "sample_steps",
@@ -183,7 +193,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         fields.add(*_unwrap_url(key, value))
     settings, files, api_fields = fields.settings, fields.files, fields.api_fields
     try:
-        _check_prompts(settings, files, run)
+        _check_prompts(settings)
         if "seconds" in api_fields and "src_video" in files and "fps" not in settings:
             why = "depends on the frame rate of the uploaded video"
             raise InputError("seconds", why=why, remedy="add fps, or give num_frames instead")
@@ -259,18 +269,12 @@ def check_prompt(text: Any) -> None:
         raise InputError("prompt", why="has no visible text", remedy="describe the video")
 
 
-def _check_prompts(
-    settings: Mapping[str, Any], files: Mapping[str, bytes | bytearray], run: Run
-) -> None:
-    """Refuses a request without a prompt; the command line would use an example prompt."""
+def _check_prompts(settings: Mapping[str, Any]) -> None:
+    """Refuses prompts without a visible character; that of a request may be absent."""
     prompts = settings.get("clip_prompts") or settings.get("prompt")
-    if not settings.get("clip_prompts") and "prompt" not in settings:
-        sufficient = run.params.task.uploads_without_prompt
-        if not sufficient or not {name.partition("/")[0] for name in files} >= sufficient:
-            check_needed_fields(settings, files, run)
-        return
-    for prompt in prompts if isinstance(prompts, list) else [prompts]:
-        check_prompt(prompt)
+    if "prompt" in settings or prompts:
+        for prompt in prompts if isinstance(prompts, list) else [prompts]:
+            check_prompt(prompt)
 
 
 def _normalize_value(value: Any) -> object:

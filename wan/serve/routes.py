@@ -8,9 +8,10 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from wan.serve import fields, listing, page_routes, pictures
+from wan.app.notices import has_random_weights
+from wan.app.run import Run
+from wan.checkpoint.lora_folder import describe_lora, find_lora_files
+from wan.checkpoint.tensor_info import FileState, read_file_state
+from wan.serve import fields, listing
 from wan.serve.bodies import call_by_size, count_file_bytes, read_body
 from wan.serve.events import MAX_LISTENERS, JobEvents
+from wan.serve.job_files import make_picture, make_picture_path
 from wan.serve.journal import ServiceJob
 from wan.serve.metrics import Metrics
-from wan.serve.needed_fields import check_needed_fields
-from wan.serve.operations import OPERATIONS
+from wan.serve.openapi import make_openapi
+from wan.serve.operations import MEDIA_TYPES, OPERATIONS, PAGE_FILES, make_page_operation
 from wan.serve.repeats import RefusedError, hash_request
+from wan.serve.request_schema import check_needed_fields, make_request_schema
 from wan.serve.responses import (
     iter_file,
     make_base64_response,
@@ -41,8 +48,39 @@ from wan.serve.stored_files import iter_stored_file, make_stored_response
 from wan.serve.webhook_hosts import read_url
 from wan.settings.values import format_value, integer
 
+RouteHandler = Callable[[Request], Awaitable[Response]]
+_PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' blob: data:; media-src 'self' blob:; connect-src 'self'; base-uri 'self'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 _POLL_SECONDS = 1.0  # seconds; shortest polling interval of clients and of the synchronous routes
 _DELETION_SECONDS = 15.0  # seconds to wait until a deletion is written to the journal
+
+
+class LoraCatalog:
+    """Describes the LoRAs of `--lora_folder`; each file is read once, unless it changes."""
+
+    def __init__(self, run: Run) -> None:
+        """Lists the files. run: The run that the ranks were started with."""
+        folder = run.setup.lora_options.lora_folder
+        self._files = {} if folder is None else find_lora_files(folder)
+        self._checkpoint = run.setup.checkpoint
+        self._descriptions: dict[str, tuple[FileState | None, dict[str, Any]]] = {}
+
+    def describe_all(self) -> list[dict[str, Any]]:
+        """Returns name, bytes, experts, kind, SHA-256 and error of each LoRA."""
+        for name, path in self._files.items():
+            try:
+                state = read_file_state(path)
+            except OSError:
+                state = None
+            if name not in self._descriptions or self._descriptions[name][0] != state:
+                self._descriptions[name] = state, describe_lora(name, path, self._checkpoint)
+        return [self._descriptions[name][1] for name in self._files]
 
 
 class Routes:
@@ -56,11 +94,12 @@ class Routes:
         max_listeners: int = MAX_LISTENERS,
     ) -> None:
         self._service, self._metrics, self._store = service, metrics, store
+        self._loras = LoraCatalog(service.startup_run)
         self._events = JobEvents(service, partial(make_video_object, service), max_listeners)
 
     def list_routes(self) -> list[Route]:
         """Returns the Starlette routes of all operations."""
-        handlers = page_routes.make_page_handlers(self._service) | {
+        handlers = make_page_handlers(self._service) | {
             "createVideo": self.create,
             "createVideoAndWait": self.sync,
             "generateVideo": self.generations,
@@ -139,7 +178,7 @@ class Routes:
             raise RefusedError(f"The video {why}; see its status.", 404, "not_ready", "video_id")
         path, media_type = self._service.files.video_path(job, index), "video/mp4"
         if variant != "video":
-            path, media_type = pictures.make_picture_path(path, variant), "image/jpeg"
+            path, media_type = make_picture_path(path, variant), "image/jpeg"
             if job.store_state != "stored":
                 path = await self._load_picture(job, variant, index)
         name = make_file_name(job, index, path.suffix)
@@ -230,7 +269,7 @@ class Routes:
         """
         path = self._service.files.video_path(job, index)
         try:
-            return await asyncio.to_thread(pictures.make_picture, path, variant, job.frames)
+            return await asyncio.to_thread(make_picture, path, variant, job.frames)
         except (OSError, ValueError, RuntimeError) as error:
             self._stat_file(job, path)
             raise make_gone_error("cannot be read") from error
@@ -317,7 +356,7 @@ class Routes:
         return JSONResponse({"object": "list", "data": data})
 
     async def loras(self, _: Request) -> Response:
-        data = await asyncio.to_thread(self._service.loras.describe_all)
+        data = await asyncio.to_thread(self._loras.describe_all)
         return JSONResponse({"object": "list", "data": data})
 
     async def health(self, _: Request) -> Response:
@@ -397,6 +436,38 @@ class Routes:
             milliseconds = int(1000 * min(max(wait / 2, _POLL_SECONDS), 60))
             headers["openai-poll-after-ms"] = str(milliseconds)
         return JSONResponse(make_video_object(self._service, job), headers=headers)
+
+
+def make_page_handlers(service: Service) -> dict[str, RouteHandler]:
+    """Returns the handlers of the page and of /openapi.json by the ids of their operations."""
+
+    @cache
+    def render_openapi() -> bytes:
+        limits = service.limits
+        schema = make_request_schema(
+            service.startup_run, service.models, limits.frames, limits.prompt
+        )
+        is_random = has_random_weights(service.startup_run)
+        document = make_openapi(schema, service.root_path, is_random)
+        return json.dumps(document, ensure_ascii=False).encode()
+
+    async def send_openapi(_: Request) -> Response:
+        return Response(render_openapi(), media_type="application/json")
+
+    handlers: dict[str, RouteHandler] = {"getOpenapi": send_openapi}
+    return handlers | {
+        make_page_operation(name).id: partial(_send_page_file, name, service)
+        for name in ("page.html", *PAGE_FILES)
+    }
+
+
+async def _send_page_file(name: str, service: Service, _: Request) -> Response:
+    """Answers with a file of the page, whose addresses are relative."""
+    content = resources.files("wan.serve").joinpath("page", name).read_text("utf-8")
+    if name == "page.html" and service.root_path:  # /wan and /wan/ are the same page
+        content = content.replace("<head>", f'<head>\n<base href="{service.root_path}/">', 1)
+    media_type = MEDIA_TYPES[name.rpartition(".")[2]]
+    return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
 
 
 def _read_query(request: Request) -> dict[str, str]:
