@@ -15,7 +15,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -40,6 +39,7 @@ from wan.serve.responses import (
     make_file_name,
     make_gone_error,
     make_video_object,
+    read_range,
     select_record_fields,
 )
 from wan.serve.service import Service
@@ -199,7 +199,7 @@ class Routes:
             message = f"This video has no such file {field[:100]!r}."
             raise RefusedError(message, 404, "not_found", "field")
         status = self._stat_file(job, paths[index])
-        _check_range(request, status.st_size)
+        read_range(request, status.st_size)
         return FileResponse(
             paths[index],
             media_type="application/octet-stream",
@@ -230,13 +230,12 @@ class Routes:
         headers: Mapping[str, str],
     ) -> Response:
         """Returns a response with a file of a completed job, from the disk or from the store."""
-        _drop_ignored_range(request)
         if job.store_state == "stored":
             return await make_stored_response(
                 request, self._get_store(), job.id, path.name, media_type, headers
             )
         status = self._stat_file(job, path)
-        _check_range(request, status.st_size)
+        read_range(request, status.st_size)
         return FileResponse(path, media_type=media_type, headers=headers, stat_result=status)
 
     def _get_store(self) -> Store:
@@ -493,49 +492,6 @@ def _read_variant(request: Request) -> tuple[str, int | None]:
         allowed = "video, thumbnail, spritesheet or preview"
         raise RefusedError(f"variant must be {allowed}.", param="variant")
     return variant, None if index is None else integer(0, 10_000)("index", index)
-
-
-def _drop_ignored_range(request: Request) -> None:
-    """Removes a `Range` header that RFC 9110 ignores: of another method or unit, or invalid."""
-    match = re.fullmatch(r"bytes=(.*)", request.headers.get("range", ""), re.IGNORECASE)
-    ranges = match[1].split(",") if match is not None else []
-    if request.method == "GET" and ranges and all(map(_is_byte_range, ranges)):
-        return
-    headers = [header for header in request.scope["headers"] if header[0] != b"range"]
-    request.scope["headers"] = headers
-
-
-def _is_byte_range(text: str) -> bool:
-    """Returns whether a text is `FIRST-`, `FIRST-LAST` or `-COUNT`."""
-    match = re.fullmatch(r"\s*(?:(\d{1,18})-(\d{0,18})|-\d{1,18})\s*", text, re.ASCII)
-    return match is not None and (not match[1] or not match[2] or int(match[1]) <= int(match[2]))
-
-
-def _check_range(request: Request, size: int) -> None:
-    """Removes the ranges of a valid `Range` header that have no byte of a file.
-
-    Raises:
-        RefusedError: None of them has one.
-    """
-    _drop_ignored_range(request)
-    headers = Headers(scope=request.scope)
-    if "range" not in headers or "if-range" in headers:
-        return
-    ranges = headers["range"].partition("=")[2].split(",")
-    satisfiable = [text for text in ranges if _find_first_byte(text.strip(), size) < size]
-    if not satisfiable:
-        message = f"No byte of this range exists; the file has {size} bytes."
-        content_range = {"Content-Range": f"bytes */{size}"}
-        raise RefusedError(message, 416, "range_not_satisfiable", headers=content_range)
-    headers_without_range = [header for header in request.scope["headers"] if header[0] != b"range"]
-    value = f"bytes={','.join(satisfiable)}".encode()
-    request.scope["headers"] = [*headers_without_range, (b"range", value)]
-
-
-def _find_first_byte(text: str, size: int) -> int:
-    """Returns the first byte of `FIRST-`, `FIRST-LAST` or `-COUNT`."""
-    first, _, last = text.partition("-")
-    return int(first) if first else max(size - int(last), 0)
 
 
 def _matches_etag(request: Request, etag: str) -> bool:
