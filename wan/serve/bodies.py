@@ -118,16 +118,8 @@ def iter_json_text(content: bytearray, start: int, end: int) -> Iterator[str]:
         start = match.end()
 
 
-def iter_plain_text(content: bytearray) -> Iterator[str]:
-    """Yields an ASCII text in pieces; raises ValueError if it is not ASCII."""
-    for start in range(0, len(content), SHORT):
-        yield content[start : start + SHORT].decode("ascii")
-
-
-def iter_form_fields(content: bytearray) -> Iterator[tuple[str, str | bytearray]]:
+def iter_form_fields(content: bytearray) -> Iterator[tuple[str, str]]:
     """Yields names and values of an `application/x-www-form-urlencoded` body.
-
-    Values of more than `SHORT` bytes are not decoded from UTF-8.
 
     Raises:
         RefusedError: There are too many fields.
@@ -139,7 +131,7 @@ def iter_form_fields(content: bytearray) -> Iterator[tuple[str, str | bytearray]
             middle = _find(content, b"=", position, end)
             name = _decode_percents(content, position, middle).decode("utf-8", "replace")
             value = _decode_percents(content, min(middle + 1, end), end)
-            yield name, value if len(value) > SHORT else value.decode("utf-8", "replace")
+            yield name, value.decode("utf-8", "replace")
             count += 1
         if count > _MAX_FIELDS:
             raise RefusedError(f"The form has more than {_MAX_FIELDS} fields; give fewer.")
@@ -209,7 +201,7 @@ async def read_body(request: Request) -> dict[str, Any]:
             form = await _read_form(request)
         except ValueError as error:  # from decoding or from the form parser
             raise RefusedError(f"The form cannot be read ({format_value(str(error))}).") from error
-        size = sum(len(value) for _, value in form if isinstance(value, bytearray))
+        size = sum(len(value) for _, value in form if isinstance(value, str))
         return await call_by_size(size, _parse_form, form)
     content = bytearray()  # one of `request.body` would be copied as a whole
     async for part in _iter_content(request):
@@ -238,23 +230,12 @@ async def _iter_content(request: Request) -> AsyncGenerator[bytes, None]:
             await asyncio.sleep(0)
 
 
-class _FormParser(MultiPartParser):
-    """A parser of forms that does not decode long texts."""
-
-    def on_part_end(self) -> None:
-        part = self._current_part
-        if part.file is None and len(part.data) > SHORT:
-            self.items.append((part.field_name, part.data))  # type: ignore[arg-type]
-        else:
-            super().on_part_end()
-
-
 async def _read_form(request: Request) -> list[tuple[str, Any]]:
-    """Reads names and values of a multipart form; long texts are bytearrays."""
+    """Reads names and values of a multipart form."""
     max_parts = 8 + MAX_REFERENCE_IMAGES
     # `Guard` limits the size of the body.
     limits: dict[str, int] = {"max_files": max_parts, "max_fields": 100}
-    parser = _FormParser(
+    parser = MultiPartParser(
         request.headers, _iter_content(request), **limits, max_part_size=sys.maxsize
     )
     form = await parser.parse()
@@ -288,7 +269,8 @@ def _parse_form(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Parses the fields of a form."""
     form_fields: dict[str, Any] = {}
     for key, value in parts:
-        part = _parse_long_text(key, value) if isinstance(value, bytearray) else value
+        is_long = isinstance(value, str) and len(value) > SHORT
+        part = _parse_long_text(key, value) if is_long else value
         # The openai client sends lists like this.
         name = key.removesuffix("[]")
         is_list = name in PICTURE_FIELDS or (name in SEEDS and name != key)
@@ -310,14 +292,15 @@ def _parse_json_fields(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-def _parse_long_text(key: str, value: bytearray) -> Any:
+def _parse_long_text(key: str, value: str) -> Any:
     """Parses a long text of a form: a data URL or JSON with data URLs."""
-    start = bytes(value[:100]).lstrip()
-    if key.removesuffix("[]") in JSON_FIELDS and start[:1] in (b"{", b"["):
-        return _parse_long_json(value, key)
-    if start[:5].lower() != b"data:":
+    start = value[:100].lstrip()
+    if key.removesuffix("[]") in JSON_FIELDS and start[:1] in ("{", "["):
+        return _parse_long_json(bytearray(value.encode()), key)
+    if start[:5].lower() != "data:":
         refuse_long_text(key)
-    return decode_data_url(key, iter_plain_text(value))
+    pieces = (value[index : index + SHORT] for index in range(0, len(value), SHORT))
+    return decode_data_url(key, pieces)
 
 
 def _read_file_name(text: str) -> str:
