@@ -1,4 +1,8 @@
-"""The ASGI application of the service."""
+"""The ASGI application of the service, and the checks of each request before its route.
+
+Every check reads the ASGI scope. `request.url` is built from the header `Host`, so that its path
+may differ from the one that is routed.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +50,7 @@ class Guard:
         is_busy: Callable[[], bool],
         origins: Sequence[str] = (),
         proxies: Sequence[Network] = (),
+        root_path: str = "",
     ) -> None:
         """Wraps an application.
 
@@ -56,22 +61,25 @@ class Guard:
             is_busy: Returns whether only /health and /liveness are answered.
             origins: Sites whose pages may send requests.
             proxies: Addresses of clients whose `X-Forwarded-Host` is the host that pages use.
+            root_path: Removed from the start of paths; "": that of the ASGI scope.
         """
         self._hosts = frozenset((split_host(host) or [normalize_host(host)])[0] for host in hosts)
         self._origins, self._proxies = frozenset(origins), tuple(proxies)
         self._app, self._key, self._max_bytes = app, api_key, most_bytes
-        self._is_busy = is_busy
+        self._is_busy, self._root_path = is_busy, root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = _get_route_path(scope)
+        path, root = scope["path"], self._root_path or scope.get("root_path", "").rstrip("/")
+        if root and f"{path}/".startswith(f"{root}/"):  # the proxy has not removed it
+            path = path[len(root) :] or "/"
         if path.endswith("/"):  # a redirect would name the host that a proxy uses
-            path, prefix = path.rstrip("/") or "/", scope["path"].removesuffix(path)
-            scope = dict(scope) | {"path": prefix + path, "raw_path": (prefix + path).encode()}
+            path = path.rstrip("/") or "/"
+        scope = dict(scope) | {"path": path, "raw_path": path.encode(), "root_path": ""}
         request = Request(scope)
-        refusal = self._check_request(request, path)
+        refusal = self._check_request(request)
         if refusal is not None:
             await _discard_body(request, receive)
             await make_error_response(request, refusal)(scope, receive, send)
@@ -102,10 +110,10 @@ class Guard:
                 raise
             logger.info("A file was not sent as a whole (%s).", error)  # uvicorn disconnects
 
-    def _check_request(self, request: Request, path: str) -> RefusedError | None:
-        """Returns the refusal of a request, or None. path: the path that is routed."""
-        host = _read_host(request)
-        if host is None or not request.scope["path"].startswith("/"):
+    def _check_request(self, request: Request) -> RefusedError | None:
+        """Returns the refusal of a request, or None."""
+        host, path = _read_host(request), request.scope["path"]
+        if host is None or not path.startswith("/"):
             return RefusedError("The header Host or the request target is malformed.", 421)
         if host[0] not in self._hosts:
             message = "This host name is not served; start the service with it as --host_name."
@@ -147,13 +155,6 @@ class Guard:
         return RefusedError(f"The body is too large; {self._max_bytes} bytes are allowed.", 413)
 
 
-def _get_route_path(scope: Scope) -> str:
-    """Returns the path that Starlette routes: without the `root_path` of the server."""
-    path, root = str(scope["path"]), str(scope.get("root_path", ""))
-    is_below = bool(root) and (path == root or path.startswith(f"{root}/"))
-    return path.removeprefix(root) or "/" if is_below else path
-
-
 def _read_host(request: Request) -> tuple[str, str] | None:
     """Returns name and port of the header `Host`; None if it is malformed or not given once."""
     values = request.headers.getlist("host")
@@ -178,22 +179,6 @@ _EXPOSED_HEADERS = (
 )
 """Headers that pages of other sites may read."""
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-
-
-class RootPath:
-    """ASGI middleware that removes the root path, if the proxy has not removed it."""
-
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self._app, self._root_path = app, root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            root_path = self._root_path or scope.get("root_path", "").rstrip("/")
-            path = scope["path"]
-            if root_path and f"{path}/".startswith(f"{root_path}/"):
-                path = path[len(root_path) :] or "/"
-            scope = dict(scope) | {"path": path, "raw_path": path.encode(), "root_path": ""}
-        await self._app(scope, receive, send)
 
 
 def _stop_if_failed(task: asyncio.Task[None]) -> None:
@@ -258,13 +243,13 @@ def make_app(
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False
     hosts = (*_LOCAL_HOSTS, host, *names)
-    guarded: ASGIApp = Guard(app, hosts, api_key, most_bytes, is_busy, origins, proxies)
+    guard = Guard(app, hosts, api_key, most_bytes, is_busy, origins, proxies, root_path)
     if origins:
-        guarded = CORSMiddleware(
-            guarded,
+        return CORSMiddleware(
+            guard,
             allow_origins=origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=_EXPOSED_HEADERS,
         )
-    return RootPath(guarded, root_path)
+    return guard
