@@ -21,6 +21,7 @@ from wan.settings.fields import list_options
 from wan.settings.flags import FLAG_ALIASES, FLAGS, FOREIGN_NAMES
 from wan.settings.layers import Layer, read_layer
 from wan.settings.values import (
+    Reader,
     format_value,
     integer,
     join_with_or,
@@ -116,14 +117,17 @@ COUNTS = ("n", "num_outputs_per_prompt")
 """Fields whose value is the number of videos."""
 MAX_OUTPUTS = 10
 """Videos of one request; vllm-omni and SGLang allow as many."""
-read_count = integer(1, MAX_OUTPUTS)
-"""Reads a number of videos."""
-COMPUTED_FIELDS = (
-    *("model", "seconds", "boundary_ratio", "priority", "width", "height", "webhook_url"),
-    *("aspect_ratio", "short_edge"),
-    *("guidance_scale", "guidance_scale_2", *_GUIDANCE, *COUNTS),
-)
-"""Fields from which settings are computed."""
+COMPUTED_FIELDS: dict[str, Reader | None] = {
+    "seconds": real(0, 3600, exclude_min=True),
+    "boundary_ratio": real(0, 1),
+    "priority": integer(-100, 100),
+    **dict.fromkeys(("width", "height", "short_edge"), integer(1, 100_000)),
+    **dict.fromkeys(COUNTS, integer(1, MAX_OUTPUTS)),
+    **dict.fromkeys(_GUIDANCE, real(0, 100, exclude_min=True)),
+    **dict.fromkeys(("guidance_scale", "guidance_scale_2"), real(0, 1000)),
+    **dict.fromkeys(("model", "webhook_url", "aspect_ratio")),
+}
+"""Field from which settings are computed -> reader of its value; None: it is read later."""
 URL_KEYS = ("image_url", "video_url", "audio_url", "url")
 """Keys of an object that has a data URL."""
 _BASE64_STEP = 65_536  # characters that are decoded at once
@@ -197,7 +201,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         if "seconds" in api_fields and "src_video" in files and "fps" not in settings:
             why = "depends on the frame rate of the uploaded video"
             raise InputError("seconds", why=why, remedy="add fps, or give num_frames instead")
-        priority = _apply_api_fields(fields, run, models)
+        _apply_api_fields(fields, run, models)
         _apply_shape(fields, run)
         _apply_size(api_fields, settings)
         seeds = _read_seeds(api_fields, settings)
@@ -210,6 +214,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         settings["base_seed"] = seeds if len(seeds) > 1 else seeds[0]
     webhook_url = api_fields.get("webhook_url")
     url = None if webhook_url is None else read_url(webhook_url)
+    priority = api_fields.get("priority", 0)
     return ParsedRequest(settings, files, priority, fields.names, url)
 
 
@@ -239,7 +244,8 @@ class _RequestFields:
         if key in LORAS and value in ({}, []):
             return
         if key in COMPUTED_FIELDS:
-            self.api_fields[key] = value
+            reader = COMPUTED_FIELDS[key]
+            self.api_fields[key] = value if reader is None else reader(key, value)
         elif key in IGNORED_FIELDS:
             _check_ignored_field(key, value)
         elif name in folder_files:
@@ -405,32 +411,29 @@ def _equals_current_value(name: str, value: Any, run: Run) -> bool:
     return json.dumps(requested, default=str) == json.dumps(current[name], default=str)
 
 
-def _apply_api_fields(fields: _RequestFields, run: Run, models: Sequence[str]) -> int:
-    """Converts API fields to settings, in place; returns the priority."""
+def _apply_api_fields(fields: _RequestFields, run: Run, models: Sequence[str]) -> None:
+    """Converts API fields to settings, in place."""
     api_fields, settings = fields.api_fields, fields.settings
     if api_fields.get("model", models[0]) not in models:
         why = f"is not loaded; {join_with_or(models)} is"
         raise InputError("model", format_value(api_fields["model"]), why)
-    if "boundary_ratio" in api_fields:
-        ratio, boundary = api_fields["boundary_ratio"], run.params.boundary
-        if real(0, 1)("boundary_ratio", ratio) != boundary:
-            differs = f"differs from that of this service, {boundary}"
-            why = "is set by the checkpoint" if boundary is None else differs
-            raise InputError("boundary_ratio", format_value(ratio), why, "leave it out")
+    ratio, boundary = api_fields.get("boundary_ratio"), run.params.boundary
+    if ratio is not None and ratio != boundary:
+        differs = f"differs from that of this service, {boundary}"
+        why = "is set by the checkpoint" if boundary is None else differs
+        raise InputError("boundary_ratio", f"{ratio:g}", why, "leave it out")
     if "seconds" in api_fields:
         if run.params.has_clips:
             why = "is set by the audio, the pose video, or clips and num_frames"
             raise InputError("seconds", why=why, remedy="leave it out")
-        seconds = real(0, 3600, exclude_min=True)("seconds", api_fields["seconds"])
+        seconds = api_fields["seconds"]
         fps = FLAGS["fps"].reader("fps", settings["fps"]) if "fps" in settings else run.output.fps
         frames = 4 * max(math.floor((seconds * fps - 1) / 4 + 0.5), 0) + 1
         frame_num = settings.setdefault("frame_num", frames)
         if FLAGS["frame_num"].reader("num_frames", frame_num) != frames:
             why = f"and num_frames {frame_num} differ: these seconds are {frames} frames"
-            value = format_value(api_fields["seconds"])
-            raise InputError("seconds", value, why, "give one of them")
+            raise InputError("seconds", f"{seconds:g}", why, "give one of them")
     _apply_guidance_fields(fields, run)
-    return int(integer(-100, 100)("priority", api_fields.get("priority", 0)))
 
 
 def _apply_shape(fields: _RequestFields, run: Run) -> None:
@@ -455,9 +458,7 @@ def _apply_shape(fields: _RequestFields, run: Run) -> None:
         if match is None:
             raise InputError("aspect_ratio", format_value(text), "must be like 16:9")
         ratio = int(match[1]) / int(match[2])
-    short_edge = math.sqrt(area / max(ratio, 1 / ratio))
-    if "short_edge" in api_fields:
-        short_edge = integer(1, 100_000)("short_edge", api_fields["short_edge"])
+    short_edge = api_fields.get("short_edge", math.sqrt(area / max(ratio, 1 / ratio)))
     sides = short_edge * max(ratio, 1), short_edge * max(1 / ratio, 1)
     multiple = run.setup.preset.size_multiple
     for name, side in zip(("width", "height"), sides, strict=True):
@@ -474,7 +475,7 @@ def _apply_size(api_fields: Mapping[str, Any], settings: dict[str, Any]) -> None
         (name,) = sides
         raise InputError(name, why="is one of two sides", remedy="give width and height")
     if sides:
-        size = "*".join(str(integer(1, 100_000)(name, side)) for name, side in sides.items())
+        size = "*".join(map(str, sides.values()))
         if settings.setdefault("size", size) != size:
             why = f"and size {format_value(settings['size'])} differ"
             raise InputError("width", why=why, remedy="give one of them")
@@ -491,7 +492,7 @@ def _read_seeds(api_fields: Mapping[str, Any], settings: dict[str, Any]) -> list
         seeds = split_list(seeds)
     if not isinstance(seeds, list):
         seeds = [seeds]
-    counts = {n: int(read_count(n, api_fields[n])) for n in COUNTS if n in api_fields}
+    counts = {name: api_fields[name] for name in COUNTS if name in api_fields}
     if len({*counts.values()}) > 1:
         why = f"and n {counts['n']} differ"
         raise InputError(COUNTS[1], str(counts[COUNTS[1]]), why, "give one of them")
@@ -540,19 +541,15 @@ def _apply_guidance_fields(fields: _RequestFields, run: Run) -> None:
             why = f"is for models with two experts, and {run.setup.preset.task} has one network"
             raise InputError(experts[0], why=why, remedy="give guidance_scale")
         low, high = run.params.sample_guide_scale
-        high, low = (
-            real(0, 100, exclude_min=True)(name, api_fields.get(name, default))
-            for name, default in zip(_GUIDANCE, (high, low), strict=True)
-        )
+        high, low = api_fields.get("guidance_high", high), api_fields.get("guidance_low", low)
         settings["sample_guide_scale"] = f"{low},{high}"
         return
     names = [name for name in ("guidance_scale_2", "guidance_scale") if name in api_fields]
-    scales = [real(0, 1000)(name, api_fields[name]) for name in names]
-    if scales:
+    if names:
         if "sample_guide_scale" in settings:
             why = "means the same as guidance_scale"
             raise InputError("`sample_guide_scale`", None, why, "give one of them")
         if "guidance_scale" not in api_fields:
             why = "is only for the low-noise expert"
             raise InputError("guidance_scale_2", why=why, remedy="add guidance_scale")
-        settings["sample_guide_scale"] = ",".join(f"{scale:g}" for scale in scales)
+        settings["sample_guide_scale"] = ",".join(f"{api_fields[name]:g}" for name in names)

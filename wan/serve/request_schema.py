@@ -16,7 +16,7 @@ from wan.settings.errors import InputError
 from wan.settings.fields import REQUIRED, Option
 from wan.settings.flags import FLAGS, GROUPS
 from wan.settings.presets import Preset
-from wan.settings.values import integer, join_with_and, join_with_or, real
+from wan.settings.values import join_with_and, join_with_or
 from wan.settings.video_options import list_needed_inputs
 
 Schema = dict[str, Any]
@@ -49,7 +49,11 @@ TITLES = {
 _FIELD_NAMING = fields.make_field_naming(FIELD_NAMES)
 DATA_URL: Schema = {"type": "string", "pattern": "^data:.*;base64,"}
 _ANY_REFERENCE = {"$ref": "#/components/schemas/FileReference"}
-_GUIDANCE_SCHEMA = dict(real(0, 100, exclude_min=True).schema)
+_NUMBERS: dict[str, Schema] = {
+    name: dict(reader.schema) for name, reader in fields.COMPUTED_FIELDS.items() if reader
+}
+"""Field from which settings are computed -> its limits."""
+_GUIDANCE_SCHEMA = _NUMBERS["guidance_high"]
 
 
 @dataclass(frozen=True)
@@ -285,9 +289,9 @@ def _list_computed_fields(run: Run, models: Sequence[str]) -> dict[str, Schema]:
     low, high = run.params.sample_guide_scale
     properties: dict[str, Schema] = {
         "model": {"enum": [*models], "default": models[0], "description": "name of the model"},
-        "n": dict(fields.read_count.schema)
+        "n": _NUMBERS["n"]
         | {"default": 1, "description": "number of videos, with this seed and the next ones"},
-        "priority": dict(integer(-100, 100).schema)
+        "priority": _NUMBERS["priority"]
         | {"default": 0, "description": "videos of higher priority run first"},
         "webhook_url": {
             "type": "string",
@@ -330,7 +334,7 @@ def _list_aliases(properties: Mapping[str, Schema], run: Run) -> dict[str, Schem
         alias: {key: value for key, value in properties[field].items() if key != "default"}
         for alias, field in aliases.items()
     }
-    side = dict(integer(1, 100_000).schema)
+    side = _NUMBERS["width"]
     entries |= {"width": side, "height": side, fields.COUNTS[1]: properties["n"]}
     if not run.params.task.upload_names:
         entries["aspect_ratio"] = {"type": "string", "pattern": r"^\d+:\d+$", "examples": ["16:9"]}
