@@ -15,7 +15,7 @@ import secrets
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
-from urllib.parse import unquote_to_bytes
+from urllib.parse import parse_qsl
 
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartParser
@@ -118,26 +118,6 @@ def iter_json_text(content: bytearray, start: int, end: int) -> Iterator[str]:
         start = match.end()
 
 
-def iter_form_fields(content: bytearray) -> Iterator[tuple[str, str]]:
-    """Yields names and values of an `application/x-www-form-urlencoded` body.
-
-    Raises:
-        RefusedError: There are too many fields.
-    """
-    position = count = 0
-    while position < len(content):
-        end = _find(content, b"&", position, len(content))
-        if end > position:
-            middle = _find(content, b"=", position, end)
-            name = _decode_percents(content, position, middle).decode("utf-8", "replace")
-            value = _decode_percents(content, min(middle + 1, end), end)
-            yield name, value.decode("utf-8", "replace")
-            count += 1
-        if count > _MAX_FIELDS:
-            raise RefusedError(f"The form has more than {_MAX_FIELDS} fields; give fewer.")
-        position = end + 1
-
-
 def refuse_long_text(key: str | None) -> NoReturn:
     """Refuses a text that is too long and is not a file."""
     subject = "The body" if key is None else key
@@ -166,27 +146,6 @@ def _find_text_end(content: bytearray, start: int) -> int:
     return start
 
 
-def _find(content: bytearray, byte: bytes, start: int, end: int) -> int:
-    """Returns the first position of a byte; `end` if it is absent."""
-    for first in range(start, end, 100 * SHORT):
-        position = content.find(byte, first, min(first + 100 * SHORT, end))
-        if position >= 0:
-            return position
-    return end
-
-
-def _decode_percents(content: bytearray, start: int, end: int) -> bytearray:
-    """Returns the bytes of an encoded name or value of a form."""
-    decoded = bytearray()
-    while start < end:
-        stop = min(start + SHORT, end)
-        if stop < end:  # not inside of %XX
-            stop -= content[stop - 2 : stop][::-1].find(b"%") + 1
-        decoded += unquote_to_bytes(bytes(content[start:stop]).replace(b"+", b" "))
-        start = stop
-    return decoded
-
-
 T = TypeVar("T")
 
 
@@ -207,7 +166,7 @@ async def read_body(request: Request) -> dict[str, Any]:
     async for part in _iter_content(request):
         content += part
     if media_type == "application/x-www-form-urlencoded":
-        return await call_by_size(len(content), _parse_encoded_form, content)
+        return _parse_encoded_form(content)
     return await call_by_size(len(content), _parse_json_body, content)
 
 
@@ -262,7 +221,15 @@ def _read_upload(upload: UploadFile) -> UploadedFile:
 
 def _parse_encoded_form(content: bytearray) -> dict[str, Any]:
     """Parses a form without files."""
-    return _parse_form(iter_form_fields(content))
+    if len(content) > _MAX_TEXT:
+        message = f"A form of this type has at most {_MAX_TEXT} bytes; send a multipart form."
+        raise RefusedError(message)
+    try:
+        form = parse_qsl(content.decode("utf-8", "replace"), True, max_num_fields=_MAX_FIELDS)
+    except ValueError as error:
+        message = f"The form has more than {_MAX_FIELDS} fields; give fewer."
+        raise RefusedError(message) from error
+    return _parse_form(form)
 
 
 def _parse_form(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:
