@@ -8,7 +8,6 @@ thread at a time.
 from __future__ import annotations
 
 import asyncio
-import codecs
 import json
 import re
 import secrets
@@ -40,18 +39,6 @@ _MAX_TEXT = 250_000  # bytes of a large body without its files; prompts have 10 
 _MAX_VALUES = 20_000  # numbers, texts, lists and objects of a large body
 _MAX_FIELDS = 100  # of a form
 _TEXT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
-
-
-def decode_to_utf8(content: bytearray) -> bytearray:
-    """Returns JSON in UTF-8 without a byte order mark; raises ValueError if it is invalid."""
-    encoding = json.detect_encoding(content)
-    if encoding == "utf-8":
-        return content
-    steps = (bytes(content[i : i + SHORT]) for i in range(0, len(content), SHORT))
-    decoded = bytearray()
-    for text in codecs.iterdecode(steps, encoding):
-        decoded += text.encode()
-    return decoded
 
 
 def take_out_files(content: bytearray, key: str | None) -> tuple[bytes, dict[str, tuple[int, int]]]:
@@ -266,8 +253,8 @@ def _parse_long_text(key: str, value: str) -> Any:
         return _parse_long_json(bytearray(value.encode()), key)
     if start[:5].lower() != "data:":
         refuse_long_text(key)
-    pieces = (value[index : index + SHORT] for index in range(0, len(value), SHORT))
-    return decode_data_url(key, pieces)
+    chunks = (value[index : index + SHORT] for index in range(0, len(value), SHORT))
+    return decode_data_url(key, chunks)
 
 
 def _read_file_name(text: str) -> str:
@@ -299,7 +286,9 @@ def _parse_json_body(content: bytearray) -> dict[str, Any]:
 def _parse_long_json(content: bytearray, key: str | None = None) -> Any:
     """Parses long JSON of the body, or of a field of it; data URLs become bytes."""
     try:
-        content = decode_to_utf8(content)
+        encoding = json.detect_encoding(content)
+        if encoding != "utf-8":
+            content = bytearray(content.decode(encoding).encode())
     except ValueError as error:
         why = format_value(str(error))
         subject = "The body" if key is None else key
