@@ -40,7 +40,8 @@ UNREAD_SECONDS = 120.0
 _MAX_CONNECTIONS = 1000  # connections
 _RESERVED_FILES = 96  # file descriptors for the journal, logs, ranks and temporary files
 _MIN_CONNECTIONS = 8  # connections
-_BACKLOG = 100  # connections that wait, or that are accepted in one turn of the event loop
+_BURST = 32  # connections accepted in one turn of the event loop
+_QUEUE = 2048  # connections that wait to be accepted
 _SWEEP = 1.0  # seconds between two checks of all connections
 
 _Message = MutableMapping[str, Any]
@@ -268,6 +269,11 @@ class _Server(uvicorn.Server):
 
     on_stop: Callable[[], None]
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():  # asyncio has used the size of a burst for the queue, too
+            listener.listen(_QUEUE)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.on_stop()
         await super().shutdown(sockets)
@@ -292,7 +298,7 @@ def make_server(
         http=make_protocol,  # type: ignore[arg-type]
         ws="none",
         loop="asyncio",
-        backlog=_BACKLOG,
+        backlog=_BURST,
         log_level=logging.WARNING,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=5,
