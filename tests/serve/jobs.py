@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message
 from wan.app.run import Run
 from wan.serve import __main__ as command
 from wan.serve import app
-from wan.serve.batches import parse_output_id
 from wan.serve.metrics import Metrics
+from wan.serve.queue import parse_output_id
 from wan.serve.service import Limits, Service
 from wan.settings.layers import Layer
 from wan.utils import env

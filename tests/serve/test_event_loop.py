@@ -104,7 +104,6 @@ async def test_large_bodies(tmp_path: Path) -> None:
         (make_form({"prompt": "x", "input_reference[image_url]": url}), FORM),
         (make_form({"prompt": "x", "input_reference": escaped}), FORM),
         (make_form({"prompt": "x", "input_reference": noise}), FORM),
-        (b"prompt=x&input_reference=" + url.replace("+", "%2B").encode(), encoded),
     ]
     is_refused: list[tuple[bytes, str]] = [
         (b'{"prompt":[' + b"[]," * (3 * MB) + b"[]]}", "application/json"),
@@ -114,6 +113,7 @@ async def test_large_bodies(tmp_path: Path) -> None:
         (json.dumps({"prompt": "x", "input_reference": url[:-6]}).encode(), "application/json"),
         (make_form({"prompt": "x", "negative_prompt": "x" * 8 * MB}), FORM),
         (b"a&" * (4 * MB), encoded),
+        (b"prompt=x&input_reference=" + url.replace("+", "%2B").encode(), encoded),
     ]
     uploads: list[bytes] = []
     jobs.service.create = keep_uploads(uploads)  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from wan.settings.flags import FLAGS
 
 NAMES = sorted(
     {*FLAGS, *fields.COMPUTED_FIELDS, *fields.UPLOADS, fields.FOLDER}
-    | {name for name, row in fields.API_FIELDS.items() if fields.ANY not in row.accepted}
+    | {*fields.FIELD_TO_SETTING, *(name for name, x in fields.IGNORED_FIELDS.items() if x)}
 )
 URLENCODED = "application/x-www-form-urlencoded"
 NEVER = {  # JSON values that no field accepts
@@ -129,6 +129,8 @@ async def test_bodies_that_cannot_be_read(jobs: Jobs) -> None:
         "a form without an edge": (b"x", {"content_type": "multipart/form-data"}),
         "twice": (make_form({"seed": ["1", "1"]}), {"content_type": FORM}),
         "twice, urlencoded": (b"prompt=a&prompt=b", {"content_type": URLENCODED}),
+        "many, urlencoded": (b"a&" * 101, {"content_type": URLENCODED}),
+        "long, urlencoded": (b"prompt=" + b"a" * 250_000, {"content_type": URLENCODED}),
         "a number and a list": (make_form({"seed": "1", "seed[]": ["2"]}), {"content_type": FORM}),
         "a list and a number": (make_form({"seed[]": ["2"], "seed": "1"}), {"content_type": FORM}),
         "a file and an address": (make_form(image), {"content_type": FORM}),

@@ -27,7 +27,7 @@ RANK = '''#!PYTHON
 import os, signal, sys, time
 from pathlib import Path
 
-from wan.serve import rpc
+from wan.serve import ranks
 
 def run_both():
     ranks = []
@@ -74,11 +74,11 @@ with (folder / "starts").open("a") as file:
 if (folder / "broken").exists():
     sys.exit(1)
 assert sys.argv[1:] == [*ARGV, str(folder / "front.json")], sys.argv
-rpc.HEARTBEAT = 0.1
+ranks.HEARTBEAT = 0.1
 run_both()
 rank = int(os.environ["RANK"])
 (folder / f"pid{rank}").write_text(str(os.getpid()))
-front = rpc.FrontLink(rpc.read_front_file(folder / "front.json"), rank, 0)
+front = ranks.FrontLink(ranks.read_front_file(folder / "front.json"), rank, 0)
 front.send("ready")
 while True:
     command = front.next_command(10)
@@ -177,6 +177,33 @@ async def test_a_rank_of_an_earlier_group_is_not_heard(tmp_path: Path) -> None:
             await reader.read()
             writer.close()
     assert [message["is"] for message in heard] == ["ready", "ready", "step"]
+
+
+async def test_silent_callers_keep_no_rank_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest ones are closed for new ones, and all of them after some time."""
+    monkeypatch.setattr(group, "_HELLO_SECONDS", 1.0)
+    messages: list[dict[str, Any]] = []
+    ranks = group.RankGroup({}, 1, tmp_path, messages.append)
+    server = await asyncio.start_server(ranks._handle_connection, "127.0.0.1", 0)
+    async with server:
+        address = server.sockets[0].getsockname()
+        links = [await asyncio.open_connection(*address) for _ in range(40)]
+        async with asyncio.timeout(0.9):
+            for reader, _ in links[:7]:
+                with suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+        hello = {"is": "hello", "secret": ranks._secret, "rank": 0, "node": 1, "pid": 1}
+        links[-1][1].write(json.dumps(hello).encode() + b'\n{"is": "ready"}\n')
+        await wait_until(lambda: messages)
+        async with asyncio.timeout(30):
+            for reader, _ in links[7:-1]:
+                with suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+        assert not links[-1][0].at_eof()
+        for _, writer in links:
+            writer.close()
 
 
 async def make_and_cancel(jobs: Jobs) -> None:

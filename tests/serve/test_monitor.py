@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from wan.serve import rpc
+from wan.serve import ranks
 from wan.serve.monitor import FACTOR, FLOOR, SILENCE, STARTING, GroupMonitor
 
 TIMEOUT = 1800.0
@@ -135,7 +135,7 @@ def test_whether_a_main_thread_moves() -> None:
 
     def record_positions() -> None:
         for _ in range(20):
-            positions.append(rpc._get_main_position())
+            positions.append(ranks._get_main_position())
             time.sleep(0.01)
         finished.set()
 

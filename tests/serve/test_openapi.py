@@ -17,9 +17,8 @@ from tests.serve.bodies import FORM, make_data_url, make_form, make_picture
 from tests.serve.jobs import PROMPT, Jobs, resolve_service
 from wan.serve import fields, operations
 from wan.serve.metrics import Metrics
-from wan.serve.needed_fields import check_needed_fields
 from wan.serve.openapi import make_openapi
-from wan.serve.request_schema import RequestSchema, make_request_schema
+from wan.serve.request_schema import RequestSchema, check_needed_fields, make_request_schema
 from wan.serve.routes import Routes
 from wan.serve.rows import ServiceJob
 from wan.settings.errors import InputError
@@ -128,11 +127,11 @@ def test_fields_of_the_running_task() -> None:
     """Every field is in the schema of some task, and options of other tasks are absent."""
     schemas = {task: make_schema(task).properties for task in TASKS}
     known = set().union(*schemas.values())
-    accepted = {name for name, row in fields.API_FIELDS.items() if row.setting or row.accepted}
+    accepted = {*fields.FIELD_TO_SETTING, *fields.IGNORED_FIELDS}
     lines = {name for name, flag in FLAGS.items() if flag.line} - {"save_file", fields.FOLDER}
     unstarted = {name for name in lines if (need := FLAGS[name].needs) and not FLAGS[need].line}
     lines -= unstarted  # they need a setting that these services are started without
-    accepted -= {name for name, row in fields.API_FIELDS.items() if row.setting in unstarted}
+    accepted -= {name for name, setting in fields.FIELD_TO_SETTING.items() if setting in unstarted}
     assert not {*accepted, *lines, *fields.BLOCKS, *fields.COMPUTED_FIELDS} - known
     for name, flag in FLAGS.items():
         wrong = [task for task in TASKS if flag.tasks and task not in flag.tasks]

@@ -210,7 +210,8 @@ def test_references_of_videos_and_audio(tmp_path: Path) -> None:
 
 def test_null_is_as_if_left_out(tmp_path: Path) -> None:
     run, _ = command._resolve_service_run([], tmp_path, 1, 1)
-    names = {*fields.API_FIELDS, *fields.BLOCKS, *fields.COMPUTED_FIELDS, "image", "fps"}
+    names = {*fields.FIELD_TO_SETTING, *fields.IGNORED_FIELDS, *fields.BLOCKS}
+    names |= {*fields.COMPUTED_FIELDS, "fps"}
     for name in names:
         assert fields.parse_request({"prompt": PROMPT, name: None}, run, ["x"]).names == {
             "prompt": "prompt"

@@ -19,7 +19,7 @@ from wan.distributed.gloo_group import GlooGroup
 from wan.pipeline import build
 from wan.pipeline.denoise import DenoisingLoop
 from wan.serve import ranks
-from wan.serve.rpc import FrontLink
+from wan.serve.ranks import FrontLink
 from wan.settings.presets import PRESETS
 from wan.tasks.base import DenoiseInputs, make_video_params
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.refusals import check_refusals
 from tests.serve.jobs import Jobs
-from wan.serve.root_path import read_root_path
+from wan.serve.addresses import read_root_path
 from wan.settings.errors import InputError
 
 ROOT = "/team/wan"

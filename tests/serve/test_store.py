@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import email
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from io import BytesIO
@@ -84,18 +83,6 @@ def make_jobs(tmp_path: Path, url: str, **limits: Any) -> Jobs:
     return Jobs(tmp_path / "jobs", Limits(**limits), store=Store(url))
 
 
-def read_parts(status: int, headers: dict[str, str], content: bytes) -> list[tuple[str, Any]]:
-    """Returns range and content of each part of a response with several ranges."""
-    assert status == 206 and int(headers["content-length"]) == len(content)
-    message = email.message_from_bytes(
-        f"Content-Type: {headers['content-type']}\r\n\r\n".encode() + content
-    )
-    assert message.get_content_type() == "multipart/byteranges"
-    parts = [part for part in message.walk() if not part.is_multipart()]
-    assert {part.get_content_type() for part in parts} == {"video/mp4"}
-    return [(str(part["content-range"]), part.get_payload(decode=True)) for part in parts]
-
-
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
 async def test_several_videos_of_a_job_and_a_lost_journal(tmp_path: Path, url: str) -> None:
     """Without the journal they are found by the local records."""
@@ -140,8 +127,6 @@ async def test_content_comes_from_the_store(tmp_path: Path, url: str) -> None:
         jobs.complete(name)
         jobs.complete(other)
         before = await jobs.request(path)
-        parts_before = read_parts(*await jobs.request(path, range="bytes=0-1,-2"))
-        assert parts_before == [("bytes 0-1/5", VIDEO[:2]), ("bytes 3-4/5", VIDEO[3:])]
         await wait_until_stored(jobs)
         assert attempts == ["uploaded"] * 2 and local_names(jobs, name) == {"video.json"}
         stored = list_stored(url)
@@ -156,14 +141,13 @@ async def test_content_comes_from_the_store(tmp_path: Path, url: str) -> None:
             ("bytes=-2", 206, VIDEO[-2:]),
             ("bytes=-9", 206, VIDEO),
             ("bytes=0-999", 206, VIDEO),
-            ("bytes=5-", 416, b""),
             ("bytes=2-1", 200, VIDEO),
-            ("bytes=7-,-2", 206, VIDEO[-2:]),
-            ("bytes=5-,9-9", 416, b""),
-            (f"bytes={','.join(['0-1'] * 17)}", 200, VIDEO),
+            ("bytes=0-1,-2", 200, VIDEO),
         ):
             assert [*(await jobs.request(path, range=asked))][::2] == [expected, part], asked
-        assert read_parts(*await jobs.request(path, range="bytes=0-1,-2")) == parts_before
+        status, part_headers, answer = await jobs.request(path, range="bytes=5-")
+        assert (status, part_headers["content-range"]) == (416, "bytes */5")
+        assert answer["error"]["code"] == "range_not_satisfiable"
         part_headers = (await jobs.request(path, range="bytes=1-2"))[1]
         assert part_headers["content-range"] == "bytes 1-2/5"
         assert (await jobs.request(path, if_none_match=headers["etag"]))[0] == 304

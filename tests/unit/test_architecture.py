@@ -81,8 +81,8 @@ ONLY_IN = {
     "mindiesd": "wan.device wan.kernels.npu",
     "xfuser": "wan.kernels.xfuser",
     "pynvml": "wan.metering.nvml",
-    "starlette": "wan.serve.app wan.serve.bodies wan.serve.guard wan.serve.page_routes "
-    "wan.serve.responses wan.serve.root_path wan.serve.routes wan.serve.stored_files",
+    "starlette": "wan.serve.app wan.serve.bodies wan.serve.responses wan.serve.routes "
+    "wan.serve.stored_files",
     "fsspec": "wan.serve.store",
     "uvicorn": "wan.serve.connections",
     "prometheus_client": "wan.serve.metrics",

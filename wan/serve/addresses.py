@@ -1,4 +1,4 @@
-"""Host names, origins and networks of the service's options and of requests."""
+"""Host names, origins, networks and paths of the service's options and of requests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from functools import partial
 from typing import Any
 
+from wan.serve.operations import OPERATIONS
 from wan.settings.errors import InputError
 from wan.settings.values import Reader, format_value
 
@@ -87,3 +88,17 @@ def read_model_name(name: str, raw: Any) -> str:
         why = "must be of 1 to 200 printable ASCII characters without spaces"
         raise InputError(name, format_value(raw), why)
     return str(raw)
+
+
+@partial(Reader, metavar="PATH")
+def read_root_path(name: str, raw: object) -> str:
+    """Reads a path such as `/wan`; returns it without a slash at its end."""
+    text = str(raw).rstrip("/")
+    if text and re.fullmatch(r"(/(?!\.{1,2}(/|$))[\w.~-]+)+", text, re.ASCII) is None:
+        why = "must be a path of letters, digits, -, _, . and ~, such as /wan"
+        raise InputError(name, format_value(raw), why, "give the path that the proxy serves")
+    first_names = {operation.path.split("/")[1] for operation in OPERATIONS} - {""}
+    if text and text.split("/")[1] in first_names:
+        why = "begins as a path of the service itself"
+        raise InputError(name, format_value(raw), why, "serve it below another path, such as /wan")
+    return text

@@ -1,25 +1,137 @@
-"""Reads the body of a request: a form or a JSON object."""
+"""Reads the body of a request: a form or a JSON object.
+
+A large body is parsed in a thread, and its files are taken out before the rest is parsed. No step
+keeps the event loop from running, which a single call for all bytes would, since Python runs one
+thread at a time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
+import secrets
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
+from urllib.parse import parse_qsl
 
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartParser
 from starlette.requests import Request
 
-from wan.serve import large_bodies
 from wan.serve.fields import JSON_FIELDS, PICTURE_FIELDS, SEEDS, URL_KEYS, decode_data_url
 from wan.serve.job_files import UploadedFile
-from wan.serve.large_bodies import MAX_DEPTH, PARSERS, SHORT, TOO_DEEP
 from wan.serve.repeats import RefusedError
+from wan.serve.threads import DaemonThreads
 from wan.settings.json_text import DuplicateNameError, parse_json
 from wan.settings.values import format_value
 from wan.settings.video_options import MAX_REFERENCE_IMAGES
+
+SHORT = 65_536
+"""Bytes of a body or of a text that are parsed at once, and of a step of longer ones."""
+PARSERS = DaemonThreads(2)
+"""Threads that parse large bodies."""
+MAX_DEPTH = 8
+"""Nesting levels of a body; lists of image references need four."""
+TOO_DEEP = f"The body is nested too deeply; give at most {MAX_DEPTH} levels."
+_MAX_TEXT = 250_000  # bytes of a large body without its files; prompts have 10 000 characters
+_MAX_VALUES = 20_000  # numbers, texts, lists and objects of a large body
+_MAX_FIELDS = 100  # of a form
+_TEXT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+
+
+def take_out_files(content: bytearray, key: str | None) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """Replaces the long data URLs in a JSON text.
+
+    Args:
+        content: The text, in UTF-8.
+        key: The field that has it; None: the body.
+
+    Returns:
+        The JSON text with an unguessable text in the place of each data URL, and the start and end
+        of the data URLs in `content` by these texts.
+
+    Raises:
+        RefusedError: There is too much besides the files.
+    """
+    files: dict[str, tuple[int, int]] = {}
+    json_text, position, token = bytearray(), 0, secrets.token_hex(8)
+    num_values = depth = 0
+    while position < len(content):
+        start = content.find(b'"', position, position + _MAX_TEXT)
+        gap = content[position : position + _MAX_TEXT if start < 0 else start]
+        num_opened, num_closed = (
+            sum(map(gap.count, pair)) for pair in ((b"[", b"{"), (b"]", b"}"))
+        )
+        num_values += gap.count(b",") + num_opened
+        depth += num_opened - num_closed
+        json_text += gap
+        position += len(gap)
+        if start >= 0:
+            position = end = _find_text_end(content, start + 1)
+            is_file = content[start + 1 : start + 6].lower() == b"data:" and end - start > SHORT
+            if is_file and end < len(content):
+                name = f"{token}-{len(files)}"
+                files[name] = start + 1, end
+                json_text += f'"{name}"'.encode()
+                position += 1
+            else:
+                position = min(end + 1, len(content))
+                _check_text_length(len(json_text) + position - start, key)
+                json_text += content[start:position]
+        _check_text_length(len(json_text), key)
+        if depth > MAX_DEPTH:
+            raise RefusedError(TOO_DEEP, param=key)
+        if num_values > _MAX_VALUES:
+            subject = "The body" if key is None else key
+            message = f"{subject} has more than {_MAX_VALUES} values; give fewer."
+            raise RefusedError(message, param=key)
+    return bytes(json_text), files
+
+
+def iter_json_text(content: bytearray, start: int, end: int) -> Iterator[str]:
+    """Yields the characters of a JSON string between its quotation marks, in pieces.
+
+    Raises:
+        ValueError: The string is invalid.
+    """
+    while start < end:
+        match = _TEXT.match(content, start, min(start + SHORT, end))
+        assert match is not None
+        if match.end() == start:
+            raise ValueError("an escape is cut off")
+        yield json.loads(b'"' + match[0] + b'"')
+        start = match.end()
+
+
+def refuse_long_text(key: str | None) -> NoReturn:
+    """Refuses a text that is too long and is not a file."""
+    subject = "The body" if key is None else key
+    message = (
+        f"{subject} has more than {_MAX_TEXT} bytes besides its files; give less text, and files "
+        "as base64 data URLs or in a form."
+    )
+    raise RefusedError(message, param=key)
+
+
+def _check_text_length(count: int, key: str | None) -> None:
+    if count > _MAX_TEXT:
+        refuse_long_text(key)
+
+
+def _find_text_end(content: bytearray, start: int) -> int:
+    """Returns the position of the quotation mark that ends a JSON string; if it is absent, the end.
+
+    start: The position after the first quotation mark.
+    """
+    while start < len(content) and content[start] != ord('"'):
+        match = _TEXT.match(content, start, start + SHORT)
+        if match is None or match.end() == start:  # a backslash at the end
+            return len(content)
+        start = match.end()
+    return start
+
 
 T = TypeVar("T")
 
@@ -35,13 +147,13 @@ async def read_body(request: Request) -> dict[str, Any]:
             form = await _read_form(request)
         except ValueError as error:  # from decoding or from the form parser
             raise RefusedError(f"The form cannot be read ({format_value(str(error))}).") from error
-        size = sum(len(value) for _, value in form if isinstance(value, bytearray))
+        size = sum(len(value) for _, value in form if isinstance(value, str))
         return await call_by_size(size, _parse_form, form)
     content = bytearray()  # one of `request.body` would be copied as a whole
     async for part in _iter_content(request):
         content += part
     if media_type == "application/x-www-form-urlencoded":
-        return await call_by_size(len(content), _parse_encoded_form, content)
+        return _parse_encoded_form(content)
     return await call_by_size(len(content), _parse_json_body, content)
 
 
@@ -64,23 +176,12 @@ async def _iter_content(request: Request) -> AsyncGenerator[bytes, None]:
             await asyncio.sleep(0)
 
 
-class _FormParser(MultiPartParser):
-    """A parser of forms that does not decode long texts."""
-
-    def on_part_end(self) -> None:
-        part = self._current_part
-        if part.file is None and len(part.data) > SHORT:
-            self.items.append((part.field_name, part.data))  # type: ignore[arg-type]
-        else:
-            super().on_part_end()
-
-
 async def _read_form(request: Request) -> list[tuple[str, Any]]:
-    """Reads names and values of a multipart form; long texts are bytearrays."""
+    """Reads names and values of a multipart form."""
     max_parts = 8 + MAX_REFERENCE_IMAGES
     # `Guard` limits the size of the body.
     limits: dict[str, int] = {"max_files": max_parts, "max_fields": 100}
-    parser = _FormParser(
+    parser = MultiPartParser(
         request.headers, _iter_content(request), **limits, max_part_size=sys.maxsize
     )
     form = await parser.parse()
@@ -107,14 +208,23 @@ def _read_upload(upload: UploadFile) -> UploadedFile:
 
 def _parse_encoded_form(content: bytearray) -> dict[str, Any]:
     """Parses a form without files."""
-    return _parse_form(large_bodies.iter_form_fields(content))
+    if len(content) > _MAX_TEXT:
+        message = f"A form of this type has at most {_MAX_TEXT} bytes; send a multipart form."
+        raise RefusedError(message)
+    try:
+        form = parse_qsl(content.decode("utf-8", "replace"), True, max_num_fields=_MAX_FIELDS)
+    except ValueError as error:
+        message = f"The form has more than {_MAX_FIELDS} fields; give fewer."
+        raise RefusedError(message) from error
+    return _parse_form(form)
 
 
 def _parse_form(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Parses the fields of a form."""
     form_fields: dict[str, Any] = {}
     for key, value in parts:
-        part = _parse_long_text(key, value) if isinstance(value, bytearray) else value
+        is_long = isinstance(value, str) and len(value) > SHORT
+        part = _parse_long_text(key, value) if is_long else value
         # The openai client sends lists like this.
         name = key.removesuffix("[]")
         is_list = name in PICTURE_FIELDS or (name in SEEDS and name != key)
@@ -136,14 +246,15 @@ def _parse_json_fields(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-def _parse_long_text(key: str, value: bytearray) -> Any:
+def _parse_long_text(key: str, value: str) -> Any:
     """Parses a long text of a form: a data URL or JSON with data URLs."""
-    start = bytes(value[:100]).lstrip()
-    if key.removesuffix("[]") in JSON_FIELDS and start[:1] in (b"{", b"["):
-        return _parse_long_json(value, key)
-    if start[:5].lower() != b"data:":
-        large_bodies.refuse_long_text(key)
-    return decode_data_url(key, large_bodies.iter_plain_text(value))
+    start = value[:100].lstrip()
+    if key.removesuffix("[]") in JSON_FIELDS and start[:1] in ("{", "["):
+        return _parse_long_json(bytearray(value.encode()), key)
+    if start[:5].lower() != "data:":
+        refuse_long_text(key)
+    chunks = (value[index : index + SHORT] for index in range(0, len(value), SHORT))
+    return decode_data_url(key, chunks)
 
 
 def _read_file_name(text: str) -> str:
@@ -175,12 +286,14 @@ def _parse_json_body(content: bytearray) -> dict[str, Any]:
 def _parse_long_json(content: bytearray, key: str | None = None) -> Any:
     """Parses long JSON of the body, or of a field of it; data URLs become bytes."""
     try:
-        content = large_bodies.decode_to_utf8(content)
+        encoding = json.detect_encoding(content)
+        if encoding != "utf-8":
+            content = bytearray(content.decode(encoding).encode())
     except ValueError as error:
         why = format_value(str(error))
         subject = "The body" if key is None else key
         raise RefusedError(f"{subject} is no JSON object ({why}).", param=key) from error
-    text, files = large_bodies.take_out_files(content, key)
+    text, files = take_out_files(content, key)
     value = _parse_json_text(text, key)
     _check_body_values({"": value})
     return _put_in_files(value, content, files, key or "")
@@ -191,7 +304,7 @@ def _put_in_files(
 ) -> Any:
     """Returns a JSON value with the bytes of its data URLs. key: the field that has the value."""
     if isinstance(value, str) and value in files:
-        return decode_data_url(key, large_bodies.iter_json_text(content, *files[value]))
+        return decode_data_url(key, iter_json_text(content, *files[value]))
     if isinstance(value, list):
         return [_put_in_files(item, content, files, key) for item in value]
     if isinstance(value, dict):

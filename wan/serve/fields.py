@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from wan.app.run import PATH_SETTINGS, Run
-from wan.serve.needed_fields import FIELD_NAMES, FOLDER, check_needed_fields
 from wan.serve.webhook_hosts import read_url
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.fields import list_options
@@ -23,6 +22,7 @@ from wan.settings.flags import FLAGS, FOREIGN_NAMES
 from wan.settings.layers import Layer, read_layer
 from wan.settings.removed import refuse_removed
 from wan.settings.values import (
+    Reader,
     format_value,
     integer,
     join_with_or,
@@ -34,85 +34,58 @@ from wan.settings.values import (
 )
 from wan.settings.video_options import INPUT_OPTIONS, MAX_REFERENCE_IMAGES
 
-ANY = object()
-"""In `ApiField.accepted`: every text, number and switch."""
-_OFF = (False, 0, "no", "off")
-_OTHER_MODELS = "is for other models"
-_QUALITY = "differs: every video is H.264 with CRF 10, which is high quality but not lossless"
-_NO_PATHS = "requests cannot name files of the server"
-
-
-@dataclass(frozen=True)
-class ApiField:
-    """A field of another video API.
-
-    Attributes:
-        setting: The setting with this meaning; "": none.
-        accepted: Values that change nothing and are ignored.
-        why, remedy: End of the sentence that refuses all other values.
-    """
-
-    setting: str = ""
-    accepted: tuple[Any, ...] = ()
-    why: str = ""
-    remedy: str = "leave it out"
-
-
-API_FIELDS = {
-    # other names of settings
-    "num_frames": ApiField("frame_num"),
-    "num_inference_steps": ApiField("sample_steps"),
-    "flow_shift": ApiField("sample_shift"),
-    "seed": ApiField("base_seed"),
-    "seeds": ApiField("base_seed"),
-    "input_reference": ApiField("image"),
-    "image_reference": ApiField("image"),
-    "reference_url": ApiField("image"),
-    "input_references": ApiField("src_ref_images"),
-    "video_reference": ApiField("src_video"),
-    "video_url": ApiField("src_video"),
-    "audio_reference": ApiField("audio"),
-    "lora": ApiField("video_lora", ({}, [])),
-    "loras": ApiField("video_lora", ({}, [])),
-    # what every request of this service does, or what has no meaning here
-    "user": ApiField("", (ANY,), "must be text"),
-    "return_stage_metrics": ApiField("", (ANY,), "must be true or false"),
-    "stream": ApiField("", _OFF, "is not supported", "poll the video"),
-    "generator_device": ApiField(
-        "", ("cpu", "cuda", "gpu", "npu"), "is no device", "noise_device is set at the start"
-    ),
-    "quality": ApiField("", ("default", "standard", "auto", "high"), _QUALITY),
-    "output_quality": ApiField("", ("default", "auto", "high"), _QUALITY),
-    "output_compression": ApiField("", (), "cannot be chosen for one video"),
-    "max_sequence_length": ApiField("", (512,), "differs from the 512 tokens of the text encoder"),
-    "true_cfg_scale": ApiField("", (0, 1), _OTHER_MODELS, "give guidance_scale"),
-    "start_time_seconds": ApiField("", (0,), _OTHER_MODELS),
-    "diffusers_kwargs": ApiField("", ({},), "is for diffusers' pipelines"),
-    # switches, and the parameters of a feature that is off
-    "enable_teacache": ApiField("", _OFF, "is chosen when the service starts, by step_cache"),
-    "enable_frame_interpolation": ApiField("", _OFF, "is not supported", "give a higher fps"),
-    "frame_interpolation_exp": ApiField("", (ANY,), "must be a number"),
-    "frame_interpolation_scale": ApiField("", (ANY,), "must be a number"),
-    "frame_interpolation_model_path": ApiField("", (ANY,), "must be text"),
-    "enable_upscaling": ApiField("", _OFF, "is not supported", "give a larger size"),
-    "upscaling_scale": ApiField("", (ANY,), "must be a number"),
-    "upscaling_model_path": ApiField("", (ANY,), "must be text"),
-    "generate_sound": ApiField("", _OFF, "is not supported"),
-    "sound_duration": ApiField("", (ANY,), "must be a number"),
-    # refused
-    "control_type": ApiField("", (), _OTHER_MODELS, "upload src_video"),
-    "control_reference": ApiField("", (), _OTHER_MODELS, "upload src_video"),
-    "latent_path": ApiField("", (), "is not allowed", f"{_NO_PATHS}; give a seed"),
-    "output_path": ApiField("", (), "is not allowed", _NO_PATHS),
-    "perf_dump_path": ApiField("", (), "is not allowed", _NO_PATHS),
-    "video_path": ApiField("", (), "is not allowed", "upload src_video"),
-    "save_file": ApiField(
-        "", (), "is not allowed", "the video is fetched from /v1/videos/{id}/content"
-    ),
+FIELD_NAMES = {
+    "image": "input_reference",
+    "frame_num": "num_frames",
+    "sample_steps": "num_inference_steps",
+    "sample_shift": "flow_shift",
+    "base_seed": "seed",
+    "video_lora": "lora",
 }
-"""Fields of OpenAI's, vllm-omni's and SGLang's APIs that are no setting's name."""
-FIELD_TO_SETTING = {key: field.setting for key, field in API_FIELDS.items() if field.setting}
-"""Field name of another API -> setting."""
+"""Setting -> its field in the schema and in answers, where the two differ."""
+FOLDER = "src_root_path"
+"""Setting whose value is a folder of uploaded files."""
+FIELD_TO_SETTING = {
+    "num_frames": "frame_num",
+    "num_inference_steps": "sample_steps",
+    "flow_shift": "sample_shift",
+    "seed": "base_seed",
+    "seeds": "base_seed",
+    "input_reference": "image",
+    "image_reference": "image",
+    "reference_url": "image",
+    "input_references": "src_ref_images",
+    "video_reference": "src_video",
+    "video_url": "src_video",
+    "audio_reference": "audio",
+    "lora": "video_lora",
+    "loras": "video_lora",
+}
+"""Field name of OpenAI's, vllm-omni's and SGLang's APIs -> setting."""
+_OFF = (False, 0, "no", "off")
+IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "user": (),
+    "return_stage_metrics": (),
+    "stream": _OFF,
+    "generator_device": ("cpu", "cuda", "gpu", "npu"),
+    "quality": ("default", "standard", "auto", "high"),
+    "output_quality": ("default", "auto", "high"),
+    "max_sequence_length": (512,),
+    "true_cfg_scale": (0, 1),
+    "start_time_seconds": (0,),
+    "diffusers_kwargs": ({},),
+    "enable_teacache": _OFF,
+    "enable_frame_interpolation": _OFF,
+    "frame_interpolation_exp": (),
+    "frame_interpolation_scale": (),
+    "frame_interpolation_model_path": (),
+    "enable_upscaling": _OFF,
+    "upscaling_scale": (),
+    "upscaling_model_path": (),
+    "generate_sound": _OFF,
+    "sound_duration": (),
+}
+"""Field of these APIs without an effect -> its allowed values; (): texts, numbers and switches."""
 LORAS = ("video_lora", *(k for k, name in FIELD_TO_SETTING.items() if name == "video_lora"))
 """Fields whose value are the LoRAs of a video."""
 SEEDS = ("base_seed", *(k for k, name in FIELD_TO_SETTING.items() if name == "base_seed"))
@@ -136,7 +109,7 @@ JSON_FIELDS = frozenset(
 )
 """Fields whose value in a form may be the text of a JSON object or list."""
 PICTURE_FIELDS = tuple(
-    key for key in (PICTURES, *API_FIELDS) if PICTURES in (key, FIELD_TO_SETTING.get(key))
+    key for key in (PICTURES, *FIELD_TO_SETTING) if PICTURES in (key, FIELD_TO_SETTING.get(key))
 )
 """Fields that a form may repeat, as NAME or NAME[]; those of seeds only as NAME[]."""
 _GUIDANCE = ("guidance_high", "guidance_low")
@@ -144,14 +117,17 @@ COUNTS = ("n", "num_outputs_per_prompt")
 """Fields whose value is the number of videos."""
 MAX_OUTPUTS = 10
 """Videos of one request; vllm-omni and SGLang allow as many."""
-read_count = integer(1, MAX_OUTPUTS)
-"""Reads a number of videos."""
-COMPUTED_FIELDS = (
-    *("model", "seconds", "boundary_ratio", "priority", "width", "height", "webhook_url"),
-    *("aspect_ratio", "short_edge"),
-    *("guidance_scale", "guidance_scale_2", *_GUIDANCE, *COUNTS),
-)
-"""Fields from which settings are computed."""
+COMPUTED_FIELDS: dict[str, Reader | None] = {
+    "seconds": real(0, 3600, exclude_min=True),
+    "boundary_ratio": real(0, 1),
+    "priority": integer(-100, 100),
+    **dict.fromkeys(("width", "height", "short_edge"), integer(1, 100_000)),
+    **dict.fromkeys(COUNTS, integer(1, MAX_OUTPUTS)),
+    **dict.fromkeys(_GUIDANCE, real(0, 100, exclude_min=True)),
+    **dict.fromkeys(("guidance_scale", "guidance_scale_2"), real(0, 1000)),
+    **dict.fromkeys(("model", "webhook_url", "aspect_ratio")),
+}
+"""Field from which settings are computed -> reader of its value; None: it is read later."""
 URL_KEYS = ("image_url", "video_url", "audio_url", "url")
 """Keys of an object that has a data URL."""
 _BASE64_STEP = 65_536  # characters that are decoded at once
@@ -221,11 +197,11 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         fields.add(*_unwrap_url(key, value))
     settings, files, api_fields = fields.settings, fields.files, fields.api_fields
     try:
-        _check_prompts(settings, files, run)
+        _check_prompts(settings)
         if "seconds" in api_fields and "src_video" in files and "fps" not in settings:
             why = "depends on the frame rate of the uploaded video"
             raise InputError("seconds", why=why, remedy="add fps, or give num_frames instead")
-        priority = _apply_api_fields(fields, run, models)
+        _apply_api_fields(fields, run, models)
         _apply_shape(fields, run)
         _apply_size(api_fields, settings)
         seeds = _read_seeds(api_fields, settings)
@@ -238,6 +214,7 @@ def parse_request(body: Mapping[str, Any], run: Run, models: Sequence[str]) -> P
         settings["base_seed"] = seeds if len(seeds) > 1 else seeds[0]
     webhook_url = api_fields.get("webhook_url")
     url = None if webhook_url is None else read_url(webhook_url)
+    priority = api_fields.get("priority", 0)
     return ParsedRequest(settings, files, priority, fields.names, url)
 
 
@@ -267,9 +244,10 @@ class _RequestFields:
         if key in LORAS and value in ({}, []):
             return
         if key in COMPUTED_FIELDS:
-            self.api_fields[key] = value
-        elif key in API_FIELDS and not API_FIELDS[key].setting:
-            _check_api_field(key, value)
+            reader = COMPUTED_FIELDS[key]
+            self.api_fields[key] = value if reader is None else reader(key, value)
+        elif key in IGNORED_FIELDS:
+            _check_ignored_field(key, value)
         elif name in folder_files:
             self.files[f"{FOLDER}/{folder_files[name]}"] = _decode_upload(key, value)
         elif name in UPLOADS:
@@ -298,18 +276,12 @@ def check_prompt(text: Any) -> None:
         raise InputError("prompt", why="has no visible text", remedy="describe the video")
 
 
-def _check_prompts(
-    settings: Mapping[str, Any], files: Mapping[str, bytes | bytearray], run: Run
-) -> None:
-    """Refuses a request without a prompt; the command line would use an example prompt."""
+def _check_prompts(settings: Mapping[str, Any]) -> None:
+    """Refuses prompts without a visible character; that of a request may be absent."""
     prompts = settings.get("clip_prompts") or settings.get("prompt")
-    if not settings.get("clip_prompts") and "prompt" not in settings:
-        sufficient = run.params.task.uploads_without_prompt
-        if not sufficient or not {name.partition("/")[0] for name in files} >= sufficient:
-            check_needed_fields(settings, files, run)
-        return
-    for prompt in prompts if isinstance(prompts, list) else [prompts]:
-        check_prompt(prompt)
+    if "prompt" in settings or prompts:
+        for prompt in prompts if isinstance(prompts, list) else [prompts]:
+            check_prompt(prompt)
 
 
 def _normalize_value(value: Any) -> object:
@@ -356,14 +328,13 @@ def _suggest_field(key: str) -> str:
     return f"did you mean {FIELD_NAMES.get(similar[0], similar[0])}" if similar else "remove it"
 
 
-def _check_api_field(key: str, value: Any) -> None:
-    """Refuses a value of a field that has no setting, unless it changes nothing."""
-    row = API_FIELDS[key]
-    is_scalar = isinstance(value, str | int | float)
-    if ANY in row.accepted and is_scalar:
-        return
-    if _normalize_value(value) not in map(_normalize_value, row.accepted):
-        raise InputError(key, format_value(value), row.why, row.remedy)
+def _check_ignored_field(key: str, value: Any) -> None:
+    """Refuses a value of a field without an effect, unless it asks for nothing."""
+    accepted, is_scalar = IGNORED_FIELDS[key], isinstance(value, str | int | float)
+    is_accepted = _normalize_value(value) in map(_normalize_value, accepted)
+    if not (is_accepted if accepted else is_scalar):
+        choice = f"give {json.dumps(accepted[0])}, or " if accepted else ""
+        raise InputError(key, format_value(value), "is not supported", f"{choice}leave it out")
 
 
 def _unwrap_url(key: str, value: Any) -> tuple[str, Any]:
@@ -441,32 +412,29 @@ def _equals_current_value(name: str, value: Any, run: Run) -> bool:
     return json.dumps(requested, default=str) == json.dumps(current[name], default=str)
 
 
-def _apply_api_fields(fields: _RequestFields, run: Run, models: Sequence[str]) -> int:
-    """Converts API fields to settings, in place; returns the priority."""
+def _apply_api_fields(fields: _RequestFields, run: Run, models: Sequence[str]) -> None:
+    """Converts API fields to settings, in place."""
     api_fields, settings = fields.api_fields, fields.settings
     if api_fields.get("model", models[0]) not in models:
         why = f"is not loaded; {join_with_or(models)} is"
         raise InputError("model", format_value(api_fields["model"]), why)
-    if "boundary_ratio" in api_fields:
-        ratio, boundary = api_fields["boundary_ratio"], run.params.boundary
-        if real(0, 1)("boundary_ratio", ratio) != boundary:
-            differs = f"differs from that of this service, {boundary}"
-            why = "is set by the checkpoint" if boundary is None else differs
-            raise InputError("boundary_ratio", format_value(ratio), why, "leave it out")
+    ratio, boundary = api_fields.get("boundary_ratio"), run.params.boundary
+    if ratio is not None and ratio != boundary:
+        differs = f"differs from that of this service, {boundary}"
+        why = "is set by the checkpoint" if boundary is None else differs
+        raise InputError("boundary_ratio", f"{ratio:g}", why, "leave it out")
     if "seconds" in api_fields:
         if run.params.has_clips:
             why = "is set by the audio, the pose video, or clips and num_frames"
             raise InputError("seconds", why=why, remedy="leave it out")
-        seconds = real(0, 3600, exclude_min=True)("seconds", api_fields["seconds"])
+        seconds = api_fields["seconds"]
         fps = FLAGS["fps"].reader("fps", settings["fps"]) if "fps" in settings else run.output.fps
         frames = 4 * max(math.floor((seconds * fps - 1) / 4 + 0.5), 0) + 1
         frame_num = settings.setdefault("frame_num", frames)
         if FLAGS["frame_num"].reader("num_frames", frame_num) != frames:
             why = f"and num_frames {frame_num} differ: these seconds are {frames} frames"
-            value = format_value(api_fields["seconds"])
-            raise InputError("seconds", value, why, "give one of them")
+            raise InputError("seconds", f"{seconds:g}", why, "give one of them")
     _apply_guidance_fields(fields, run)
-    return int(integer(-100, 100)("priority", api_fields.get("priority", 0)))
 
 
 def _apply_shape(fields: _RequestFields, run: Run) -> None:
@@ -491,9 +459,7 @@ def _apply_shape(fields: _RequestFields, run: Run) -> None:
         if match is None:
             raise InputError("aspect_ratio", format_value(text), "must be like 16:9")
         ratio = int(match[1]) / int(match[2])
-    short_edge = math.sqrt(area / max(ratio, 1 / ratio))
-    if "short_edge" in api_fields:
-        short_edge = integer(1, 100_000)("short_edge", api_fields["short_edge"])
+    short_edge = api_fields.get("short_edge", math.sqrt(area / max(ratio, 1 / ratio)))
     sides = short_edge * max(ratio, 1), short_edge * max(1 / ratio, 1)
     multiple = run.setup.preset.size_multiple
     for name, side in zip(("width", "height"), sides, strict=True):
@@ -510,7 +476,7 @@ def _apply_size(api_fields: Mapping[str, Any], settings: dict[str, Any]) -> None
         (name,) = sides
         raise InputError(name, why="is one of two sides", remedy="give width and height")
     if sides:
-        size = "*".join(str(integer(1, 100_000)(name, side)) for name, side in sides.items())
+        size = "*".join(map(str, sides.values()))
         if settings.setdefault("size", size) != size:
             why = f"and size {format_value(settings['size'])} differ"
             raise InputError("width", why=why, remedy="give one of them")
@@ -527,7 +493,7 @@ def _read_seeds(api_fields: Mapping[str, Any], settings: dict[str, Any]) -> list
         seeds = split_list(seeds)
     if not isinstance(seeds, list):
         seeds = [seeds]
-    counts = {n: int(read_count(n, api_fields[n])) for n in COUNTS if n in api_fields}
+    counts = {name: api_fields[name] for name in COUNTS if name in api_fields}
     if len({*counts.values()}) > 1:
         why = f"and n {counts['n']} differ"
         raise InputError(COUNTS[1], str(counts[COUNTS[1]]), why, "give one of them")
@@ -576,19 +542,15 @@ def _apply_guidance_fields(fields: _RequestFields, run: Run) -> None:
             why = f"is for models with two experts, and {run.setup.preset.task} has one network"
             raise InputError(experts[0], why=why, remedy="give guidance_scale")
         low, high = run.params.sample_guide_scale
-        high, low = (
-            real(0, 100, exclude_min=True)(name, api_fields.get(name, default))
-            for name, default in zip(_GUIDANCE, (high, low), strict=True)
-        )
+        high, low = api_fields.get("guidance_high", high), api_fields.get("guidance_low", low)
         settings["sample_guide_scale"] = f"{low},{high}"
         return
     names = [name for name in ("guidance_scale_2", "guidance_scale") if name in api_fields]
-    scales = [real(0, 1000)(name, api_fields[name]) for name in names]
-    if scales:
+    if names:
         if "sample_guide_scale" in settings:
             why = "means the same as guidance_scale"
             raise InputError("`sample_guide_scale`", None, why, "give one of them")
         if "guidance_scale" not in api_fields:
             why = "is only for the low-noise expert"
             raise InputError("guidance_scale_2", why=why, remedy="add guidance_scale")
-        settings["sample_guide_scale"] = ",".join(f"{scale:g}" for scale in scales)
+        settings["sample_guide_scale"] = ",".join(f"{api_fields[name]:g}" for name in names)

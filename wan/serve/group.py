@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wan.serve.connections import Connections, open_sockets
+from wan.serve.connections import open_sockets
 from wan.serve.folders import FRONT_KIND
 from wan.serve.monitor import GroupMonitor
 from wan.settings.layers import Layer
@@ -105,7 +105,7 @@ class RankGroup:
         self._stopping = False
         self._reason: tuple[str, str] | None = None
         self._monitor = GroupMonitor(timeout)
-        self._connections = Connections(ranks + _MAX_UNKNOWN_CALLERS, _HELLO_SECONDS)
+        self._unknown_callers: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self._was_ready = False
         self._suspected_since: float | None = None  # start of a suspected hang
         self.trouble: str | None = None
@@ -129,7 +129,7 @@ class RankGroup:
 
     async def run(self) -> None:
         """Runs groups of ranks, one after the other, until `stop` is called."""
-        listener, *unused = open_sockets(self._nodes.host, 0, self._connections)
+        listener, *unused = open_sockets(self._nodes.host, 0)
         for extra_listener in unused:  # of further addresses; ranks use one port
             extra_listener.close()
         port = listener.getsockname()[1]
@@ -269,40 +269,43 @@ class RankGroup:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Reads the messages of one rank until its connection closes."""
-        connection = self._connections.add(writer.transport)
         rank = None
         try:
-            while line := await reader.readline():
-                if rank is None:
-                    hello = self._read_hello(line)
-                    if hello is None:
-                        break
-                    connection.trust()
-                    rank = int(hello["rank"])
-                    self._links[rank] = writer
-                    if hello["node"] == 0:
-                        self._pids[rank] = int(hello["pid"])
-                    self._monitor.receive(rank, hello, time.monotonic())
-                    continue
-                if self._links.get(rank) is not writer:  # a rank of an earlier group
-                    break
-                self._handle_message(rank, json.loads(line))
+            hello = await self._receive_hello(reader, writer)
+            if hello is not None:
+                rank = int(hello["rank"])
+                self._links[rank] = writer
+                if hello["node"] == 0:
+                    self._pids[rank] = int(hello["pid"])
+                self._monitor.receive(rank, hello, time.monotonic())
+                # The link of a rank of an earlier group is replaced by that of a later one.
+                while (line := await reader.readline()) and self._links.get(rank) is writer:
+                    self._handle_message(rank, json.loads(line))
         except (OSError, ValueError, asyncio.IncompleteReadError):
             pass
         finally:
             if rank is not None and self._links.get(rank) is writer and self._reason is None:
                 # The error that a collective raises in the other ranks is only its consequence.
                 self._reason = "ranks_lost", f"Rank {rank} has ended unexpectedly."
-            self._connections.remove(connection)
             writer.close()
 
-    def _read_hello(self, line: bytes) -> dict[str, Any] | None:
-        """Parses the first line of a connection; returns None if the secret is wrong."""
+    async def _receive_hello(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> dict[str, Any] | None:
+        """Receives the first line of a connection; returns None if the secret is wrong."""
+        self._unknown_callers[writer] = None
+        if len(self._unknown_callers) > _MAX_UNKNOWN_CALLERS:
+            oldest = next(iter(self._unknown_callers))
+            del self._unknown_callers[oldest]
+            oldest.transport.abort()
         try:
-            hello = json.loads(line)
+            async with asyncio.timeout(_HELLO_SECONDS):
+                hello = json.loads(await reader.readline())
             secret = str(hello["secret"]).encode()
         except (ValueError, LookupError, TypeError, RecursionError):
             return None
+        finally:
+            self._unknown_callers.pop(writer, None)
         return hello if secrets.compare_digest(secret, self._secret.encode()) else None
 
     def _handle_message(self, rank: int, message: dict[str, Any]) -> None:

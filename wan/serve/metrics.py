@@ -7,8 +7,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from wan.serve import clock
 from wan.serve.journal import ServiceJob
+from wan.serve.queue import read_clock
 from wan.serve.service import Service
 
 _SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10000)
@@ -78,7 +78,7 @@ class Metrics:
         if job.error is not None:
             self._failures.labels(job.error["code"]).inc()
         created = job.created if job.queued_at is None else job.queued_at
-        started = clock.now() if job.started is None else job.started
+        started = read_clock() if job.started is None else job.started
         self._queue_seconds.observe(max(started - created, 0.0))
         if event == "failed":
             return

@@ -119,7 +119,9 @@ def _make_body(component: str, request: RequestSchema) -> Schema:
         name: {"contentMediaType": "application/octet-stream"} if name in request.files else entry
         for name, entry in schema["properties"].items()
     }
-    encoding = {name: {"contentType": request.files[name]} for name in form.keys() & request.files}
+    encoding = {
+        name: {"contentType": media} for name, media in request.files.items() if name in form
+    }
     return dict(_make_json_content(component)["content"]) | {
         "multipart/form-data": {"schema": schema | {"properties": form}, "encoding": encoding}
     }

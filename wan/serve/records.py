@@ -12,10 +12,9 @@ from typing import Any
 
 from wan.app.run import PATH_SETTINGS
 from wan.checkpoint.headers import read_json
-from wan.serve.fields import UPLOADS
+from wan.serve.fields import FOLDER, UPLOADS
 from wan.serve.folders import JOB_ID, make_output_stem
 from wan.serve.journal import Journal
-from wan.serve.needed_fields import FOLDER
 from wan.serve.rows import ServiceJob
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS

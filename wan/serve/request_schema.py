@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from mimetypes import guess_type
+from pathlib import Path
 from typing import Any
 
 from wan.app.run import PATH_SETTINGS, Run
 from wan.serve import fields
+from wan.serve.fields import FIELD_NAMES
 from wan.serve.journal import ServiceJob
-from wan.serve.needed_fields import FIELD_NAMES, list_needed_fields
+from wan.settings.errors import InputError
 from wan.settings.fields import REQUIRED, Option
 from wan.settings.flags import FLAGS, GROUPS
 from wan.settings.presets import Preset
-from wan.settings.values import integer, real
+from wan.settings.values import join_with_and, join_with_or
+from wan.settings.video_options import list_needed_inputs
 
 Schema = dict[str, Any]
 TITLES = {
@@ -46,7 +49,11 @@ TITLES = {
 _FIELD_NAMING = fields.make_field_naming(FIELD_NAMES)
 DATA_URL: Schema = {"type": "string", "pattern": "^data:.*;base64,"}
 _ANY_REFERENCE = {"$ref": "#/components/schemas/FileReference"}
-_GUIDANCE_SCHEMA = dict(real(0, 100, exclude_min=True).schema)
+_NUMBERS: dict[str, Schema] = {
+    name: dict(reader.schema) for name, reader in fields.COMPUTED_FIELDS.items() if reader
+}
+"""Field from which settings are computed -> its limits."""
+_GUIDANCE_SCHEMA = _NUMBERS["guidance_high"]
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,49 @@ def make_request_fields(job: ServiceJob) -> dict[str, Any]:
     return values | ({"priority": job.priority} if job.priority else {})
 
 
+def list_needed_fields(run: Run, replaces_character: bool) -> list[tuple[str, ...]]:
+    """Returns groups of fields; a request needs one of each group.
+
+    Args:
+        run: The run that the ranks were started with.
+        replaces_character: The value of `replace_flag`.
+    """
+    task = run.params.task
+    groups: list[tuple[str, ...]] = [] if task.uploads_without_prompt else [("prompt",)]
+    for group in list_needed_inputs(run.setup.preset.task):
+        if fields.FOLDER in group:
+            names = (*task.needed_uploads, *(task.scene_uploads if replaces_character else ()))
+            groups += [(name,) for name in names]
+        else:
+            groups.append(tuple(FIELD_NAMES.get(name, name) for name in group))
+    return groups
+
+
+def check_needed_fields(
+    settings: Mapping[str, Any], files: Mapping[str, bytes | bytearray], run: Run
+) -> None:
+    """Refuses a request that lacks fields, and names all of them.
+
+    Args:
+        settings, files: See `ParsedRequest`.
+        run: The run that the ranks were started with.
+    """
+    present = {"prompt"} if settings.get("clip_prompts") or "prompt" in settings else set()
+    for name, _, file in (key.partition("/") for key in files):
+        present.add(Path(file).stem if name == fields.FOLDER else FIELD_NAMES.get(name, name))
+    flag = settings.get("replace_flag", bool(run.params.replace_flag))
+    groups = list_needed_fields(run, FLAGS["replace_flag"].reader("replace_flag", flag))
+    missing = [group for group in groups if present.isdisjoint(group)]
+    if missing == [("prompt",)]:
+        raise InputError("prompt", why="is missing", remedy="describe the video")
+    if missing:
+        names = join_with_and([join_with_or(group) for group in missing])
+        remedy = "give it" if names == missing[0][0] else f"give {names}"
+        if ("prompt",) not in groups and "prompt" not in present:
+            remedy += ", and a prompt if you like"
+        raise InputError(missing[0][0], why="is missing", remedy=remedy)
+
+
 def _list_settings(run: Run) -> dict[str, Schema]:
     """Returns the schema of each setting that a request may have, without files."""
     defaults, preset = _read_defaults(), run.setup.preset
@@ -239,9 +289,9 @@ def _list_computed_fields(run: Run, models: Sequence[str]) -> dict[str, Schema]:
     low, high = run.params.sample_guide_scale
     properties: dict[str, Schema] = {
         "model": {"enum": [*models], "default": models[0], "description": "name of the model"},
-        "n": dict(fields.read_count.schema)
+        "n": _NUMBERS["n"]
         | {"default": 1, "description": "number of videos, with this seed and the next ones"},
-        "priority": dict(integer(-100, 100).schema)
+        "priority": _NUMBERS["priority"]
         | {"default": 0, "description": "videos of higher priority run first"},
         "webhook_url": {
             "type": "string",
@@ -284,7 +334,7 @@ def _list_aliases(properties: Mapping[str, Schema], run: Run) -> dict[str, Schem
         alias: {key: value for key, value in properties[field].items() if key != "default"}
         for alias, field in aliases.items()
     }
-    side = dict(integer(1, 100_000).schema)
+    side = _NUMBERS["width"]
     entries |= {"width": side, "height": side, fields.COUNTS[1]: properties["n"]}
     if not run.params.task.upload_names:
         entries["aspect_ratio"] = {"type": "string", "pattern": r"^\d+:\d+$", "examples": ["16:9"]}
@@ -317,11 +367,9 @@ def _list_foreign_fields(properties: Mapping[str, Schema]) -> dict[str, Schema]:
     """Returns the fields of other APIs that are accepted without an effect."""
     text = "of other APIs; accepted without an effect"
     entries: dict[str, Schema] = {}
-    for name, row in fields.API_FIELDS.items():
-        if row.setting or not row.accepted:
-            continue
-        values = [] if fields.ANY in row.accepted else [*row.accepted]
-        limits: Schema = {"enum": values} if values else {"type": ["string", "number", "boolean"]}
+    for name, values in fields.IGNORED_FIELDS.items():
+        limits: Schema = {"type": ["string", "number", "boolean"]}
+        limits = {"enum": [*values]} if values else limits
         entries[name] = limits | {"description": text, "x-ignored": True}
     for name in fields.BLOCKS:
         entries[name] = {"type": "object", "description": "further fields", "x-ignored": True}

@@ -8,6 +8,7 @@ import re
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
@@ -157,6 +158,32 @@ async def wait_while_connected(request: Request, work: Coroutine[Any, Any, T]) -
     finally:
         for task in tasks:
             task.cancel()
+
+
+def read_range(request: Request, size: int) -> tuple[int, int] | None:
+    """Returns start and end of the requested range of a file; None: the whole file is requested.
+
+    A header that a server may ignore by RFC 9110 is removed, so that `FileResponse` ignores it,
+    too: of another method than GET, of another unit, of several ranges, or an invalid one.
+
+    Args:
+        size: Bytes of the file.
+
+    Raises:
+        RefusedError: No byte of the range exists.
+    """
+    scope, text = request.scope, Headers(scope=request.scope).get("range", "")
+    match = re.fullmatch(r"bytes=(\d{0,18})-(\d{0,18})", text, re.ASCII | re.IGNORECASE)
+    first, last = match.groups() if match is not None and request.method == "GET" else ("", "")
+    if not (first or last) or (first and last and int(first) > int(last)):
+        scope["headers"] = [header for header in scope["headers"] if header[0] != b"range"]
+        return None
+    start = int(first) if first else max(size - int(last), 0)
+    if start >= size:
+        message = f"No byte of this range exists; the file has {size} bytes."
+        content_range = {"Content-Range": f"bytes */{size}"}
+        raise RefusedError(message, 416, "range_not_satisfiable", headers=content_range)
+    return start, min(int(last) + 1, size) if first and last else size
 
 
 def make_gone_error(why: str) -> RefusedError:

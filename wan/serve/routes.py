@@ -8,29 +8,36 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from wan.serve import fields, listing, page_routes, pictures
+from wan.app.notices import has_random_weights
+from wan.app.run import Run
+from wan.checkpoint.lora_folder import describe_lora, find_lora_files
+from wan.checkpoint.tensor_info import FileState, read_file_state
+from wan.serve import fields, listing
 from wan.serve.bodies import call_by_size, count_file_bytes, read_body
 from wan.serve.events import MAX_LISTENERS, JobEvents
+from wan.serve.job_files import make_picture, make_picture_path
 from wan.serve.journal import ServiceJob
 from wan.serve.metrics import Metrics
-from wan.serve.needed_fields import check_needed_fields
-from wan.serve.operations import OPERATIONS
+from wan.serve.openapi import make_openapi
+from wan.serve.operations import MEDIA_TYPES, OPERATIONS, PAGE_FILES, make_page_operation
 from wan.serve.repeats import RefusedError, hash_request
+from wan.serve.request_schema import check_needed_fields, make_request_schema
 from wan.serve.responses import (
     make_file_name,
     make_gone_error,
     make_video_object,
+    read_range,
     select_record_fields,
 )
 from wan.serve.service import Service
@@ -39,8 +46,39 @@ from wan.serve.stored_files import make_stored_response
 from wan.serve.webhook_hosts import read_url
 from wan.settings.values import format_value, integer
 
+RouteHandler = Callable[[Request], Awaitable[Response]]
+_PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' blob: data:; media-src 'self' blob:; connect-src 'self'; base-uri 'self'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 _POLL_SECONDS = 1.0  # seconds; shortest polling interval of clients and of the synchronous routes
 _DELETION_SECONDS = 15.0  # seconds to wait until a deletion is written to the journal
+
+
+class LoraCatalog:
+    """Describes the LoRAs of `--lora_folder`; each file is read once, unless it changes."""
+
+    def __init__(self, run: Run) -> None:
+        """Lists the files. run: The run that the ranks were started with."""
+        folder = run.setup.lora_options.lora_folder
+        self._files = {} if folder is None else find_lora_files(folder)
+        self._checkpoint = run.setup.checkpoint
+        self._descriptions: dict[str, tuple[FileState | None, dict[str, Any]]] = {}
+
+    def describe_all(self) -> list[dict[str, Any]]:
+        """Returns name, bytes, experts, kind, SHA-256 and error of each LoRA."""
+        for name, path in self._files.items():
+            try:
+                state = read_file_state(path)
+            except OSError:
+                state = None
+            if name not in self._descriptions or self._descriptions[name][0] != state:
+                self._descriptions[name] = state, describe_lora(name, path, self._checkpoint)
+        return [self._descriptions[name][1] for name in self._files]
 
 
 class Routes:
@@ -54,11 +92,12 @@ class Routes:
         max_listeners: int = MAX_LISTENERS,
     ) -> None:
         self._service, self._metrics, self._store = service, metrics, store
+        self._loras = LoraCatalog(service.startup_run)
         self._events = JobEvents(service, partial(make_video_object, service), max_listeners)
 
     def list_routes(self) -> list[Route]:
         """Returns the Starlette routes of all operations."""
-        handlers = page_routes.make_page_handlers(self._service) | {
+        handlers = make_page_handlers(self._service) | {
             "createVideo": self.create,
             "createVideoAndWait": self.sync,
             "listVideos": self.list,
@@ -136,7 +175,7 @@ class Routes:
             raise RefusedError(f"The video {why}; see its status.", 404, "not_ready", "video_id")
         path, media_type = self._service.files.video_path(job, index), "video/mp4"
         if variant != "video":
-            path, media_type = pictures.make_picture_path(path, variant), "image/jpeg"
+            path, media_type = make_picture_path(path, variant), "image/jpeg"
             if job.store_state != "stored":
                 path = await self._load_picture(job, variant, index)
         name = make_file_name(job, index, path.suffix)
@@ -157,7 +196,7 @@ class Routes:
             message = f"This video has no such file {field[:100]!r}."
             raise RefusedError(message, 404, "not_found", "field")
         status = self._stat_file(job, paths[index])
-        _check_range(request, status.st_size)
+        read_range(request, status.st_size)
         return FileResponse(
             paths[index],
             media_type="application/octet-stream",
@@ -188,13 +227,12 @@ class Routes:
         headers: Mapping[str, str],
     ) -> Response:
         """Returns a response with a file of a completed job, from the disk or from the store."""
-        _drop_ignored_range(request)
         if job.store_state == "stored":
             return await make_stored_response(
                 request, self._get_store(), job.id, path.name, media_type, headers
             )
         status = self._stat_file(job, path)
-        _check_range(request, status.st_size)
+        read_range(request, status.st_size)
         return FileResponse(path, media_type=media_type, headers=headers, stat_result=status)
 
     def _get_store(self) -> Store:
@@ -227,7 +265,7 @@ class Routes:
         """
         path = self._service.files.video_path(job, index)
         try:
-            return await asyncio.to_thread(pictures.make_picture, path, variant, job.frames)
+            return await asyncio.to_thread(make_picture, path, variant, job.frames)
         except (OSError, ValueError, RuntimeError) as error:
             self._stat_file(job, path)
             raise make_gone_error("cannot be read") from error
@@ -281,7 +319,7 @@ class Routes:
         return JSONResponse({"object": "list", "data": data})
 
     async def loras(self, _: Request) -> Response:
-        data = await asyncio.to_thread(self._service.loras.describe_all)
+        data = await asyncio.to_thread(self._loras.describe_all)
         return JSONResponse({"object": "list", "data": data})
 
     async def health(self, _: Request) -> Response:
@@ -363,6 +401,38 @@ class Routes:
         return JSONResponse(make_video_object(self._service, job), headers=headers)
 
 
+def make_page_handlers(service: Service) -> dict[str, RouteHandler]:
+    """Returns the handlers of the page and of /openapi.json by the ids of their operations."""
+
+    @cache
+    def render_openapi() -> bytes:
+        limits = service.limits
+        schema = make_request_schema(
+            service.startup_run, service.models, limits.frames, limits.prompt
+        )
+        is_random = has_random_weights(service.startup_run)
+        document = make_openapi(schema, service.root_path, is_random)
+        return json.dumps(document, ensure_ascii=False).encode()
+
+    async def send_openapi(_: Request) -> Response:
+        return Response(render_openapi(), media_type="application/json")
+
+    handlers: dict[str, RouteHandler] = {"getOpenapi": send_openapi}
+    return handlers | {
+        make_page_operation(name).id: partial(_send_page_file, name, service)
+        for name in ("page.html", *PAGE_FILES)
+    }
+
+
+async def _send_page_file(name: str, service: Service, _: Request) -> Response:
+    """Answers with a file of the page, whose addresses are relative."""
+    content = resources.files("wan.serve").joinpath("page", name).read_text("utf-8")
+    if name == "page.html" and service.root_path:  # /wan and /wan/ are the same page
+        content = content.replace("<head>", f'<head>\n<base href="{service.root_path}/">', 1)
+    media_type = MEDIA_TYPES[name.rpartition(".")[2]]
+    return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
+
+
 def _read_query(request: Request) -> dict[str, str]:
     """Returns the parameters of the query; refuses one that is given twice."""
     query: dict[str, str] = {}
@@ -386,49 +456,6 @@ def _read_variant(request: Request) -> tuple[str, int | None]:
         allowed = "video, thumbnail, spritesheet or preview"
         raise RefusedError(f"variant must be {allowed}.", param="variant")
     return variant, None if index is None else integer(0, 10_000)("index", index)
-
-
-def _drop_ignored_range(request: Request) -> None:
-    """Removes a `Range` header that RFC 9110 ignores: of another method or unit, or invalid."""
-    match = re.fullmatch(r"bytes=(.*)", request.headers.get("range", ""), re.IGNORECASE)
-    ranges = match[1].split(",") if match is not None else []
-    if request.method == "GET" and ranges and all(map(_is_byte_range, ranges)):
-        return
-    headers = [header for header in request.scope["headers"] if header[0] != b"range"]
-    request.scope["headers"] = headers
-
-
-def _is_byte_range(text: str) -> bool:
-    """Returns whether a text is `FIRST-`, `FIRST-LAST` or `-COUNT`."""
-    match = re.fullmatch(r"\s*(?:(\d{1,18})-(\d{0,18})|-\d{1,18})\s*", text, re.ASCII)
-    return match is not None and (not match[1] or not match[2] or int(match[1]) <= int(match[2]))
-
-
-def _check_range(request: Request, size: int) -> None:
-    """Removes the ranges of a valid `Range` header that have no byte of a file.
-
-    Raises:
-        RefusedError: None of them has one.
-    """
-    _drop_ignored_range(request)
-    headers = Headers(scope=request.scope)
-    if "range" not in headers or "if-range" in headers:
-        return
-    ranges = headers["range"].partition("=")[2].split(",")
-    satisfiable = [text for text in ranges if _find_first_byte(text.strip(), size) < size]
-    if not satisfiable:
-        message = f"No byte of this range exists; the file has {size} bytes."
-        content_range = {"Content-Range": f"bytes */{size}"}
-        raise RefusedError(message, 416, "range_not_satisfiable", headers=content_range)
-    headers_without_range = [header for header in request.scope["headers"] if header[0] != b"range"]
-    value = f"bytes={','.join(satisfiable)}".encode()
-    request.scope["headers"] = [*headers_without_range, (b"range", value)]
-
-
-def _find_first_byte(text: str, size: int) -> int:
-    """Returns the first byte of `FIRST-`, `FIRST-LAST` or `-COUNT`."""
-    first, _, last = text.partition("-")
-    return int(first) if first else max(size - int(last), 0)
 
 
 def _matches_etag(request: Request, etag: str) -> bool:

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import math
 import signal
+import socket
 import sqlite3
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +21,6 @@ from wan.serve import app
 from wan.serve.addresses import Network, is_local
 from wan.serve.connections import (
     Connections,
-    LimitedSocket,
     compute_max_connections,
     make_server,
     open_sockets,
@@ -55,7 +55,7 @@ def make_nodes(count: int, address: str | None) -> Nodes:
     if not host or not nodes.port:
         why = "must be HOST:PORT of this machine, as the other machines reach it, with --nodes"
         raise InputError("--node_address", address, why)
-    for listener in open_sockets(host, 0, Connections(1), "--node_address"):
+    for listener in open_sockets(host, 0, "--node_address"):
         listener.close()  # only checks that HOST is an address of this machine
     return nodes
 
@@ -122,13 +122,11 @@ def _open_video_store(options: argparse.Namespace) -> Store | None:
     return store
 
 
-def _bind_and_lock(
-    options: argparse.Namespace, connections: Connections
-) -> tuple[list[LimitedSocket], BinaryIO]:
+def _bind_and_lock(options: argparse.Namespace) -> tuple[list[socket.socket], BinaryIO]:
     """Binds the sockets and locks the journal folder, which is created after the sockets."""
     journal: Path = options.journal
     lock = lock_journal(journal) if journal.exists() else None
-    sockets = open_sockets(options.host, options.port, connections, "--host")
+    sockets = open_sockets(options.host, options.port, "--host")
     if lock is None:
         journal.mkdir(parents=True, exist_ok=True)
         lock = lock_journal(journal)
@@ -153,7 +151,7 @@ def serve_requests(
     """
     store = _open_video_store(options)
     clients = Connections(compute_max_connections(options.ranks))
-    sockets, lock = _bind_and_lock(options, clients)
+    sockets, lock = _bind_and_lock(options)
     metrics, journal, name = Metrics(), options.journal, options.name
     names = options.served_model_name
     try:
@@ -200,5 +198,5 @@ def serve_requests(
     logger.info("Serving %s at http://%s:%d", service.models[0], host, port)
     server = make_server(application, clients, service.begin_stop)
     with lock, suppress(KeyboardInterrupt):
-        server.run([*sockets])
+        server.run(sockets)
     return 0 if server.started else 1

@@ -16,23 +16,23 @@ from typing import Any
 
 from wan.app import resolve
 from wan.app.run import Run
-from wan.serve import clock, fields, records
-from wan.serve.batches import (
-    choose_batch_size,
-    choose_first_job,
-    list_next_outputs,
-    make_output_id,
-    parse_output_id,
-)
-from wan.serve.estimates import Estimates, describe_planned_memory
-from wan.serve.fields import ParsedRequest
+from wan.serve import fields, records
+from wan.serve.fields import FIELD_NAMES, FOLDER, ParsedRequest
 from wan.serve.folders import JOB_ID, remove_orphaned_folders
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.job_files import JobFiles
 from wan.serve.journal import MAX_ATTEMPTS, Journal, ServiceJob
 from wan.serve.journal_file import JournalError
-from wan.serve.loras import LoraCatalog
-from wan.serve.needed_fields import FIELD_NAMES, FOLDER
+from wan.serve.queue import (
+    Estimates,
+    choose_batch_size,
+    choose_first_job,
+    describe_planned_memory,
+    list_next_outputs,
+    make_output_id,
+    parse_output_id,
+    read_clock,
+)
 from wan.serve.repeats import RefusedError, find_earlier_job, hash_request
 from wan.serve.slices import Slices
 from wan.serve.waiters import Waiters
@@ -73,7 +73,6 @@ class Service:
     Attributes:
         files: The files of the jobs.
         startup_run: The run that the ranks were started with.
-        loras: The LoRAs that requests may name.
         estimates: Durations of jobs, and waiting times.
         models: Names of the model in the HTTP interface; the first is that of responses.
         slices: Runs long computations in the event loop.
@@ -111,7 +110,7 @@ class Service:
         self.models = tuple(dict.fromkeys((*model_names, run.setup.preset.task)))
         self.limits, self._replica_name = limits, replica_name
         jobs, self._on_event = folder / "jobs", on_event
-        self.files, self.loras = JobFiles(jobs), LoraCatalog(run)
+        self.files = JobFiles(jobs)
         self.journal = Journal(folder / "journal.sqlite")
         records.restore_finished_jobs(jobs, self.journal)
         seconds = 60 * run.setup.parallel.dist_timeout
@@ -314,7 +313,7 @@ class Service:
 
     def _send_outputs(self, outputs: Sequence[tuple[ServiceJob, int]]) -> None:
         """Sends videos of jobs to the ranks, and starts the jobs that have not been started."""
-        self._last_shape, now, commands = outputs[0][0].shape, clock.now(), []
+        self._last_shape, now, commands = outputs[0][0].shape, read_clock(), []
         for job, index in outputs:
             job.stage = ""
             if job.state == "queued":
@@ -465,7 +464,7 @@ class Service:
                 earlier = find_earlier_job(self.journal, digest, key)
                 if earlier is None:
                     self._check_queue(job.num_outputs)
-                    job.created, job.queued_at = time.time(), clock.now()
+                    job.created, job.queued_at = time.time(), read_clock()
                     await self.journal.add(job)
         except BaseException as error:
             refusal = self._make_refusal(error, job) if isinstance(error, InputError) else None

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from wan.serve import pictures
 from wan.serve.connections import RareMessages
 from wan.serve.folders import list_output_files, make_output_stem, remove_job_files
+from wan.serve.job_files import make_picture
 from wan.serve.journal import ServiceJob
 from wan.serve.retries import RetryQueue
 from wan.serve.service import Service
@@ -327,7 +327,7 @@ def _list_files_to_store(videos: Sequence[Path], num_frames: int) -> list[str]:
     for index, video in reversed([*enumerate(videos)]):
         for variant in ("thumbnail", "spritesheet"):
             try:
-                pictures.make_picture(video, variant, num_frames)
+                make_picture(video, variant, num_frames)
             except (OSError, ValueError, RuntimeError) as error:
                 logger.debug("%s has no %s (%s)", video, variant, error)
         names += [name for name in list_output_files(index) if (video.parent / name).is_file()]

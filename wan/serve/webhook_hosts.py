@@ -80,6 +80,12 @@ def unwrap_address(
     return address.ipv4_mapped or address.sixtofour or address
 
 
+def normalize_address(text: str) -> str:
+    """Returns an IP address in one form; those that lead to this machine are equal."""
+    address = unwrap_address(ipaddress.ip_address(text.partition("%")[0]))
+    return "localhost" if address.is_loopback or address.is_unspecified else str(address)
+
+
 @partial(Reader, metavar="HOST")
 def read_webhook_host(name: str, raw: Any) -> str | Network:
     """Reads a host name, `*`, an IP address or a network."""

@@ -7,23 +7,25 @@ import base64
 import hashlib
 import hmac
 import json
+import random
 import re
+import socket
 import ssl
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import wan
 from wan.serve.connections import RareMessages
 from wan.serve.journal import ServiceJob
-from wan.serve.resolver import Resolver
 from wan.serve.responses import make_video_object
-from wan.serve.retries import RetryQueue
+from wan.serve.retries import PostponedError, RetryQueue
 from wan.serve.service import Service
-from wan.serve.webhook_addresses import ReceiverAddresses
-from wan.serve.webhook_hosts import WebhookHosts
+from wan.serve.threads import DaemonThreads
+from wan.serve.webhook_hosts import WebhookHosts, normalize_address
 from wan.utils.log import logger
 
 GIVE_UP_SECONDS = 3 * 86400.0
@@ -35,7 +37,8 @@ _MAX_ANSWER = 1 << 16  # bytes of an answer that are read
 _LONGEST_PAUSE = 3600.0  # seconds between two attempts
 _CONNECT_SECONDS = 2.0  # seconds for a connection to an address, if the host has others
 _MAX_SENDING = 16  # deliveries at the same time
-_MAX_PER_HOST = 4
+_MAX_PER_HOST = 4  # deliveries to one host, and to one port of an address
+_MAX_PER_ADDRESS = 8
 _PORTS = {"http": 80, "https": 443}
 _DELIVERY_ERRORS = (OSError, ValueError, EOFError, asyncio.LimitOverrunError)
 
@@ -65,8 +68,9 @@ class Webhooks:
         """
         self._service, self._secret, self._hosts = service, secret, hosts
         self._on_attempt = on_attempt
-        self._tls, self._resolver = ssl.create_default_context(), Resolver()
-        self._addresses = ReceiverAddresses()
+        self._tls, self._resolver = ssl.create_default_context(), _Resolver()
+        # Deliveries in progress by address and port (0: all ports).
+        self._addresses: Counter[tuple[str, int]] = Counter()
         self._queue = RetryQueue(
             service.journal.tasks["webhook"],
             self._deliver,
@@ -121,18 +125,37 @@ class Webhooks:
     async def _post(self, url: SplitResult, headers: dict[str, str], body: bytes) -> int:
         """Sends a request; returns the status. No redirect is followed, no proxy is used.
 
-        All addresses of the host are checked; then they are tried until one answers.
+        All addresses of the host are checked; then they are tried in a random order until one
+        answers.
         """
-        host, port = url.hostname or "", url.port or _PORTS[url.scheme]
-        addresses = await self._resolver.resolve(host)
+        addresses, port = await self._resolver.resolve(url.hostname or ""), _get_port(url)
         if not addresses or not all(map(self._hosts.allows_address, addresses)):
             raise PermissionError("its address is not public, and not in --webhook_hosts")
-        with self._addresses.reserve(addresses, port):
-            *first_addresses, last_address = self._addresses.sort(addresses)
+        with self._reserve(addresses, port):
+            *first_addresses, last_address = random.sample(addresses, len(addresses))
             for address in first_addresses:
                 with suppress(*_DELIVERY_ERRORS):
                     return await self._post_to(address, _CONNECT_SECONDS, url, headers, body)
             return await self._post_to(last_address, None, url, headers, body)
+
+    @contextmanager
+    def _reserve(self, addresses: Sequence[str], port: int) -> Iterator[None]:
+        """Counts a delivery to each address of a host until the block ends.
+
+        Raises:
+            PostponedError: An address, which may have many names, has as many as it may have.
+        """
+        names = {normalize_address(address) for address in addresses}
+        limits = {(name, port): _MAX_PER_HOST for name in names}
+        limits |= {(name, 0): _MAX_PER_ADDRESS for name in names}
+        if any(self._addresses[key] >= limit for key, limit in limits.items()):
+            raise PostponedError
+        self._addresses.update(limits.keys())
+        try:
+            yield
+        finally:
+            self._addresses.subtract(limits.keys())
+            self._addresses = +self._addresses  # without zeros
 
     async def _post_to(
         self,
@@ -146,28 +169,51 @@ class Webhooks:
 
         seconds: Time limit of the connection; None: only that of the delivery.
         """
-        has_failed = True
-        try:
-            async with asyncio.timeout(seconds):
-                reader, writer = await self._connect(address, url)
-            status = await _exchange(reader, writer, url, headers, body)
-            has_failed = not 200 <= status < 300
-            return status
-        finally:
-            self._addresses.record_result(address, has_failed=has_failed)
-
-    async def _connect(
-        self, address: str, url: SplitResult
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connects to an address of the host of a URL."""
         is_tls = url.scheme == "https"
-        return await asyncio.open_connection(
-            address,
-            url.port or _PORTS[url.scheme],
-            limit=_MAX_ANSWER,
-            ssl=self._tls if is_tls else None,
-            server_hostname=(url.hostname or "").removesuffix(".") if is_tls else None,
-        )
+        async with asyncio.timeout(seconds):
+            reader, writer = await asyncio.open_connection(
+                address,
+                _get_port(url),
+                limit=_MAX_ANSWER,
+                ssl=self._tls if is_tls else None,
+                server_hostname=(url.hostname or "").removesuffix(".") if is_tls else None,
+            )
+        return await _exchange(reader, writer, url, headers, body)
+
+
+def _get_port(url: SplitResult) -> int:
+    return url.port or _PORTS[url.scheme]
+
+
+class _Resolver:
+    """Looks up host names: each in one thread at a time, since a lookup may hang for minutes.
+
+    All deliveries that wait for the same name share the lookup, and leave it when they give up.
+    """
+
+    def __init__(self) -> None:
+        """Starts no thread."""
+        self._threads = DaemonThreads(_MAX_SENDING, SEND_SECONDS)
+        self._lookups: dict[str, asyncio.Task[list[Any]]] = {}
+
+    async def resolve(self, host: str) -> list[str]:
+        """Returns the IP addresses of a host.
+
+        Raises:
+            OSError, UnicodeError: The name is unknown, or no thread is free.
+        """
+        lookup = self._lookups.get(host)
+        if lookup is None:
+            work = self._threads.call(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+            lookup = self._lookups[host] = asyncio.create_task(work)
+            lookup.add_done_callback(lambda ended: self._end_lookup(host, ended))
+        entries = await asyncio.shield(lookup)
+        return [*dict.fromkeys(str(entry[4][0]) for entry in entries)]
+
+    def _end_lookup(self, host: str, lookup: asyncio.Task[list[Any]]) -> None:
+        del self._lookups[host]
+        if not lookup.cancelled():
+            lookup.exception()  # asyncio would log one that no delivery has waited for
 
 
 async def _exchange(
@@ -184,24 +230,18 @@ async def _exchange(
         lines += [f"{name}: {value}" for name, value in headers.items()]
         writer.write("\r\n".join([*lines, "\r\n"]).encode("ascii") + body)
         await writer.drain()
-        return await _read_status(reader)
+        status = 100
+        while 100 <= status < 200:
+            match = re.match(rb"HTTP/1\.\d (\d{3})\b", await reader.readuntil(b"\r\n\r\n"))
+            if match is None:
+                raise ValueError("the answer is not HTTP")
+            status = int(match[1])
+        with suppress(OSError, EOFError):  # so that the server can end its answer
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                await reader.readexactly(_MAX_ANSWER)
+        return status
     finally:
         writer.transport.abort()
-
-
-async def _read_status(reader: asyncio.StreamReader) -> int:
-    """Reads the status of an answer, and the rest of it as far as that comes soon."""
-    status = 100
-    while 100 <= status < 200:
-        head = await reader.readuntil(b"\r\n\r\n")
-        match = re.match(rb"HTTP/1\.\d (\d{3})\b", head)
-        if match is None:
-            raise ValueError("the answer is not HTTP")
-        status = int(match[1])
-    with suppress(OSError, EOFError, TimeoutError):  # so that the server can end its answer
-        async with asyncio.timeout(_DRAIN_SECONDS):
-            await reader.readexactly(_MAX_ANSWER)
-    return status
 
 
 def make_event(service: Service, job: ServiceJob) -> tuple[str, bytes]:
