@@ -38,7 +38,7 @@ async def fill_journal(folder: Path, videos: int) -> None:
     first = jobs.service.find_job(name)
     for number in range(1, videos):
         journal.restore_job(replace(first, id=f"video_{number:024x}", digest="", ended=number))
-    await journal.save(600)
+    await journal.save()
     journal.close()
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from wan.serve.retries import PostponedError
+from wan.serve.deliveries import PostponedError
 from wan.serve.webhook_hosts import unwrap_address
 
 _MAX_PER_PORT = 4  # deliveries to a port of an address at the same time
