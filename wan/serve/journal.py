@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -87,13 +87,14 @@ class Journal:
     def close(self) -> None:
         """Writes the last changes and closes the file."""
         while not self.is_lost and (self._unwritten or self._statements):
-            jobs, statements = self._take_changes()
+            num_statements = len(self._statements)
             try:
-                self._begin_write(jobs, statements).result()
+                self._begin_write().result()
             except JournalError as error:
                 message = "%s The last changes of %d jobs are lost when the service ends."
-                logger.error(message, error, len(jobs) + len(self._unwritten))
+                logger.error(message, error, len(self._in_writing | self._unwritten))
                 break
+            del self._statements[:num_statements]
         self.vacuum()
         self._thread.submit(self._file.close).result()
         self._thread.shutdown()
@@ -127,18 +128,18 @@ class Journal:
         """
         async with self._write_lock:
             while self._unwritten or self._statements:
-                jobs, statements = self._take_changes()
+                num_statements = len(self._statements)
                 try:
-                    await asyncio.wrap_future(self._begin_write(jobs, statements))
+                    await asyncio.wrap_future(self._begin_write())
                 except BaseException as error:
-                    self._unwritten = jobs | self._unwritten
-                    self._statements = [*statements, *self._statements]
+                    self._unwritten = self._in_writing | self._unwritten
+                    self._in_writing = {}
                     if not isinstance(error, JournalError):
                         raise
                     self._note_problem(error)
                     return False
-                finally:
-                    self._in_writing = {}
+                del self._statements[:num_statements]
+                jobs, self._in_writing = self._in_writing, {}
                 self._open_jobs |= {name: job for name, job in jobs.items() if not job.is_ended}
             if self.problem is not None and not self.is_lost:
                 logger.warning("The journal can be written again.")
@@ -363,28 +364,23 @@ class Journal:
         self.version += 1
         self._change_event.set()
 
-    def _take_changes(self) -> tuple[dict[str, ServiceJob], list[Statement]]:
-        """Returns the oldest unwritten jobs, and the statements, and marks them as in writing."""
-        jobs = dict(islice(self._unwritten.items(), _MAX_WRITTEN))
-        for name in jobs:
-            del self._unwritten[name]
-        self._in_writing = jobs
-        statements, self._statements = self._statements, []
-        return jobs, statements
+    def _begin_write(self) -> Future[None]:
+        """Begins to write the oldest changes of jobs, and the statements.
 
-    def _begin_write(
-        self, jobs: Mapping[str, ServiceJob], statements: Sequence[Statement]
-    ) -> Future[None]:
-        """Begins to write the present state of jobs, and what statements change."""
+        These jobs are in `_in_writing` until their present state is on disk.
+        """
+        self._in_writing = dict(islice(self._unwritten.items(), _MAX_WRITTEN))
+        for name in self._in_writing:
+            del self._unwritten[name]
+        changes = [(make_row(job), job.receivers) for job in self._in_writing.values()]
         patience = PATIENCE if self.problem is None else 0.0
-        changes = [(make_row(job), job.receivers) for job in jobs.values()]
-        return self._thread.submit(self._file.write, changes, statements, patience)
+        return self._thread.submit(self._file.write, changes, [*self._statements], patience)
 
     def _note_problem(self, error: JournalError) -> None:
         """Records why the journal cannot be used at present."""
         consequence = "Changes stay in memory until it can be written."
         if error.is_lost:
-            consequence = "The service stops; finished videos are jobs again when it starts."
+            consequence = "The service stops."
         if self.problem != str(error):
             logger.error("%s %s", error, consequence)
         self.problem, self.is_lost = str(error), self.is_lost or error.is_lost

@@ -71,12 +71,13 @@ class JournalFile:
             self._writer, self._reader = self._connect(), self._connect()
             self._create_tables()
             self._restore_times(wall)
+            self._reader.execute("PRAGMA busy_timeout = 0")  # the event loop must not wait
             self._inodes = self._read_inodes()
             select = f"SELECT {', '.join(COLUMNS)} FROM jobs"
             condition = "WHERE state IN ('queued', 'in_progress') ORDER BY rowid"
             self.open_jobs = [*map(read_row, self._writer.execute(f"{select} {condition}"))]
         except (sqlite3.Error, OSError) as error:
-            raise self._make_refusal(error) from error
+            raise InputError(str(self._path), None, *_explain(error)) from error
         except InputError:
             raise
         except (ValueError, RecursionError) as error:
@@ -136,7 +137,7 @@ class JournalFile:
         with suppress(OSError):
             if self._read_inodes() == self._inodes:
                 return
-        sentence = "The journal was removed or replaced while the service ran."
+        sentence = "The journal was removed or replaced; finished videos are restored at the start."
         raise JournalError(sentence, is_lost=True)
 
     def vacuum(self) -> bool:
@@ -219,33 +220,30 @@ class JournalFile:
         """Returns the inodes of the file and of SQLite's logs, which exist while it is open."""
         return [os.stat(f"{self._path}{end}").st_ino for end in ("", "-wal", "-shm")]
 
-    def _make_refusal(self, error: Exception) -> InputError:
-        """Returns the refusal of a file with which the service cannot start."""
-        code, path = _get_sqlite_code(error), str(self._path)
-        if isinstance(error, OSError):
-            return InputError(path, None, f"cannot be used ({error.strerror})")
-        if code in _LOCKED:
-            return InputError(path, None, "is locked by another program", "end that program")
-        if code in _DAMAGED:
-            return InputError(path, None, f"is damaged ({error})", _REMEDY)
-        return InputError(path, None, f"cannot be used ({error})", "make it writable")
 
-
-def _get_sqlite_code(error: Exception) -> int:
-    """Returns the primary error code of SQLite.
-
-    Errors of the sqlite3 module without a code count as SQLITE_CORRUPT.
-    """
-    return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)) & 0xFF
+def _explain(error: Exception) -> tuple[str, str]:
+    """Returns why the file cannot be used, as a predicate, and a remedy."""
+    code = _get_sqlite_code(error)
+    if code in _LOCKED:
+        return "is locked by another program", "end that program"
+    if code == sqlite3.SQLITE_FULL:
+        return "cannot be written, as the disk is full", "delete videos"
+    if code in _DAMAGED:
+        return f"is damaged ({error})", _REMEDY
+    return f"cannot be used ({getattr(error, 'strerror', None) or error})", "make it writable"
 
 
 def _make_error(error: sqlite3.Error) -> JournalError:
     """Returns a failed read or write as a `JournalError`."""
-    code = _get_sqlite_code(error)
-    if code in _LOCKED:
-        return JournalError("The journal is locked by another program.")
-    if code == sqlite3.SQLITE_FULL:
-        return JournalError("The disk is full, and the journal cannot be written; delete videos.")
-    if code in _DAMAGED:
-        return JournalError(f"The journal is damaged ({error}).", is_lost=True)
-    return JournalError(f"The journal cannot be used ({error}).")
+    sentence = "The journal {}; {}.".format(*_explain(error))
+    return JournalError(sentence, is_lost=_get_sqlite_code(error) in _DAMAGED)
+
+
+def _get_sqlite_code(error: Exception) -> int | None:
+    """Returns the primary error code of SQLite; None for an OSError.
+
+    Errors of the sqlite3 module without a code count as SQLITE_CORRUPT.
+    """
+    if isinstance(error, OSError):
+        return None
+    return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)) & 0xFF
