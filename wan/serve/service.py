@@ -257,7 +257,8 @@ class Service:
                 for run in self.background_tasks:
                     tasks.create_task(run())
         except* JournalError:
-            pass
+            if not self.journal.is_lost:
+                raise
         finally:
             self.journal.close()
 
