@@ -53,7 +53,7 @@ class Journal:
     Ages are counted by a clock that cannot be set: `clock_ended` is the end of a job in seconds
     since 1970 by the system's clock at the start of the service and `time.monotonic` since then.
 
-    All methods except `vacuum` are called in the thread of the event loop.
+    All methods except `get_state` and `vacuum` are called in the thread of the event loop.
 
     Attributes:
         version: Incremented by every change of a job.

@@ -58,7 +58,7 @@ class JobPage:
 
 def read_filter(status: str, search: str) -> JobFilter:
     """Reads the query parameters `status` and `search`."""
-    states = tuple(status.split(",")) if status else ()
+    states = tuple(dict.fromkeys(status.split(","))) if status else ()
     if not {*states} <= {*_STATES}:
         why = f"must be some of {','.join(_STATES)}"
         raise InputError("status", format_value(status), why)
