@@ -219,11 +219,18 @@ LOSSES: dict[str, Damage] = {
 }
 
 
+LOSSES_BY_DEFAULT = ("removed", "log removed", "earlier copy", "tables dropped")
 LOSS_CASES = [(case, False) for case in LOSSES if case != "tables dropped"]
 LOSS_CASES += [(case, True) for case in LOSSES if case != "moved"]
 
 
-@pytest.mark.parametrize(("case", "is_busy"), LOSS_CASES)
+@pytest.mark.parametrize(
+    ("case", "is_busy"),
+    [
+        pytest.param(*case, marks=() if case[0] in LOSSES_BY_DEFAULT else pytest.mark.slow)
+        for case in LOSS_CASES
+    ],
+)
 async def test_a_journal_that_is_lost_stops_the_service(
     case: str,
     is_busy: bool,
