@@ -14,7 +14,7 @@ import pytest
 from benchmarks.webhook_receiver import Receiver
 from tests.serve.jobs import Jobs
 from wan.app import resolve
-from wan.serve import journal_file, retries
+from wan.serve import deliveries
 from wan.serve.service import Limits
 
 inspect_checkpoint = cache(resolve.inspect_checkpoint)
@@ -35,12 +35,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """New webhooks and uploads are looked for more often; `caplog` gets the package's log.
 
-    The reserve of each journal is smaller than that of a service, and the headers of a checkpoint
-    are read once.
+    The headers of a checkpoint are read once.
     """
     monkeypatch.setattr(resolve, "inspect_checkpoint", inspect_checkpoint)
-    monkeypatch.setattr(retries, "_POLL", 0.02)
-    monkeypatch.setattr(journal_file, "_RESERVE_BYTES", 1 << 16)
+    monkeypatch.setattr(deliveries, "_POLL", 0.02)
     monkeypatch.setattr(logging.getLogger("wan"), "propagate", True)
 
 

@@ -147,22 +147,6 @@ async def test_ids_grow_though_the_clock_is_set(
     assert await Listener(restarted, name, ids[-2]).finish() == seen[-1:]
 
 
-async def test_ids_of_earlier_versions(jobs: Jobs) -> None:
-    """Milliseconds since the job was created; a million more for the end of a job."""
-    names = [await jobs.create() for _ in range(2)]
-    jobs.complete(names[0])
-    created = time.time() - 60
-    job = jobs.service.find_job(names[0])
-    jobs.service.journal.update_job(job, created=created, ended=created + 50.5)
-    assert await jobs.service.journal.save()
-    restarted = Jobs(jobs.folder, jobs.service.limits)
-    path = f"/v1/videos/{names[0]}/events"
-    assert (await restarted.request(path, Last_Event_ID="1050500"))[0] == 204
-    assert [event[1] for event in await Listener(restarted, names[0], 50_000).finish()] == ["end"]
-    waiting = Listener(restarted, names[1], 86_400_000)
-    assert [event[1] for event in await waiting.disconnect_after("stage")] == ["stage"]
-
-
 async def test_listeners_are_limited_and_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,8 @@ import pytest
 from tests.dist import REPO
 from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, Jobs, begin_request, run_due_timers, running, wait_until
+from tests.serve.test_webhooks import LOCAL
+from wan.serve import journal as journal_module
 from wan.serve import waiters
 from wan.serve.journal import ServiceJob
 from wan.serve.repeats import hash_request
@@ -153,13 +155,18 @@ async def test_who_waits_gets_the_video_until_the_service_stops(jobs: Jobs) -> N
 
 async def run_cleanup(jobs: Jobs, until: Callable[[], object] = lambda: True) -> None:
     """Runs the cleanup of the service once or more, until a condition holds."""
-    with mock.patch.object(jobs.service.journal, "reserve_space") as last_step:
+    journal = jobs.service.journal
+    assert await journal.save()
+    with mock.patch.object(journal, "vacuum", wraps=journal.vacuum) as last_step:
         async with running(jobs.service._delete_old_jobs()):
             await wait_until(lambda: last_step.called and until())
 
 
 @pytest.mark.parametrize("limits", [Limits(keep_days=1), Limits(quota=0)], ids=["days", "quota"])
-async def test_nothing_of_an_expired_job_is_left(limits: Limits, tmp_path: Path) -> None:
+async def test_nothing_of_an_expired_job_is_left(
+    limits: Limits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "TRUST_SECONDS", 0.0)
     jobs = Jobs(tmp_path / "jobs", limits)
     name, newer = await jobs.create({"prompt": "zq private zq"}), await jobs.create()
     jobs.complete(newer, ended=time.time() - 0.9 * 86400)
@@ -184,7 +191,7 @@ async def test_a_clock_that_is_set_deletes_nothing(
     set_clock(jump)
     jobs.complete(last)
     await run_cleanup(jobs)
-    await jobs.service.journal.save()
+    assert await jobs.service.journal.list_ended() == [first, last]
     restarted = Jobs(jobs.folder, jobs.service.limits)
     await run_cleanup(restarted)
     monkeypatch.setattr("wan.serve.journal.TRUST_SECONDS", 0.0)  # they have passed
@@ -194,9 +201,6 @@ async def test_a_clock_that_is_set_deletes_nothing(
     set_clock(400)
     await run_cleanup(restarted)
     assert restarted.get_state(first) == ("deleted" if jump > 0 else "completed")
-    jobs.service.limits = Limits(quota=jobs.service.journal.count_bytes() - 1)
-    await run_cleanup(jobs, lambda: jobs.get_state(first) == "deleted")
-    assert jobs.get_state(last) == "completed"
 
 
 @pytest.mark.parametrize("end", ["vacuum", "close"])
@@ -257,35 +261,44 @@ async def test_forgotten_jobs(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> No
     """A day after its deletion a job is forgotten, unless its webhook or files are left."""
     journal, names = jobs.service.journal, [await jobs.create() for _ in range(4)]
     real, days = SimpleNamespace(time=time.time, monotonic=time.monotonic), 0.0
-    for clock in ("time", "monotonic"):
-        read = getattr(real, clock)
-        monkeypatch.setattr(time, clock, lambda read=read: read() + 86400 * days)
+    clock = {name: lambda read=read: read() + 86400 * days for name, read in vars(real).items()}
+    monkeypatch.setattr(journal_module, "time", SimpleNamespace(**clock))
     for name in names:
         if name == names[3]:
             days = 1.1
         journal.delete(jobs.service.find_job(name))
     journal.update_ended(names[1], webhook_url="http://localhost/")
     days = 2.0
-    journal.forget_deleted(lambda name: name == names[2])
-    assert journal.list_known() == {*names[1:]}
-    journal.update_ended(names[1], webhook_sent="deleted")
-    days = 2.2
-    journal.forget_deleted(lambda _: False)
-    assert journal.list_known() == set()
+    for has_files, known in ((lambda name: name == names[2], names[1:]), (lambda _: False, [])):
+        assert await journal.save()
+        await journal.forget_deleted(has_files)
+        assert await journal.save()
+        assert [name for name in names if journal.get_state(name)] == known
+        journal.update_ended(names[1], webhook_sent="deleted")
+        days = 2.2
 
 
 async def test_a_journal_of_an_earlier_version(tmp_path: Path) -> None:
-    """Its deleted jobs still have their prompts, and newer columns are missing."""
-    jobs = Jobs(tmp_path / "jobs")
-    kept_id, name = await jobs.create(), await jobs.create({"prompt": "zq private zq"})
+    """Newer columns and the deliveries are missing; the folder of a deleted job is removed."""
+    jobs = Jobs(tmp_path / "jobs", Limits(webhook_hosts=LOCAL))
+    hook = {"webhook_url": "http://localhost/"}
+    kept_id, name, completed = [await jobs.create(fields) for fields in ({}, {}, hook)]
+    jobs.complete(completed)
+    await jobs.delete(name)
     jobs.service.journal.close()
     with closing(sqlite3.connect(jobs.folder / "journal.sqlite")) as file, file:
-        file.execute("ALTER TABLE jobs DROP COLUMN guidance")
-        file.execute("UPDATE jobs SET state = 'deleted', ended = 1 WHERE id = ?", [name])
+        file.execute("DROP INDEX jobs_by_end")
+        for column in ("guidance", "clock_ended"):
+            file.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
+        file.execute("DELETE FROM deliveries")
+        file.execute("PRAGMA user_version = 1234567890")
+    (jobs.folder / "jobs" / name).mkdir()
     (jobs.folder / "jobs" / name / "upload-image").write_bytes(b"zq private zq")
     (jobs.folder / "jobs" / name / "notes.txt").touch()  # of somebody else
     reopened = Jobs(tmp_path / "jobs")
-    await run_cleanup(reopened, lambda: not reopened.find_files_with("zq private zq"))
+    journal = reopened.service.journal
+    assert [journal.count_deliveries(kind) for kind in ("webhook", "store")] == [1, 1]
+    assert await journal.list_ended() == [completed]
     assert [path.name for path in (jobs.folder / "jobs" / name).iterdir()] == ["notes.txt"]
     assert (await reopened.get_video(kept_id))["guidance"] is None
     new = await reopened.get_video(await reopened.create())

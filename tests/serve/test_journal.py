@@ -1,10 +1,9 @@
-"""A locked, missing, replaced or damaged journal; finished videos without a job."""
+"""A journal that is locked, lost or damaged; finished videos without a job."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import shutil
 import sqlite3
 import struct
@@ -23,10 +22,8 @@ from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, Jobs, running, wait_until
 from wan.media.video_writer import write_video
 from wan.serve import journal, journal_file
-from wan.serve.rows import ServiceJob
 from wan.settings.command import Output
 from wan.settings.errors import InputError
-from wan.utils.files import make_process_name
 
 NAME = "journal.sqlite"
 PRIVATE_TEXT = "zq private zq"
@@ -37,13 +34,9 @@ HIDDEN = (r"/\S*(?=/journal\.sqlite)", r"(?<=damaged \().*?(?=\);)")  # paths, m
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of --journal; waits are short."""
-    for module, name, seconds in (
-        (journal, "PATIENCE", 0.8),
-        (journal, "CHECK_SECONDS", 0.05),
-        (journal, "BUSY", 0.05),
-        (journal_file, "BUSY", 0.05),
-    ):
-        monkeypatch.setattr(module, name, seconds)
+    for module in (journal, journal_file):
+        monkeypatch.setattr(module, "PATIENCE", 0.8)
+    monkeypatch.setattr(journal, "CHECK_SECONDS", 0.05)
     return tmp_path / "videos"
 
 
@@ -83,15 +76,14 @@ def execute(file: Path, statement: str) -> None:
 
 
 def read_stored_states(folder: Path) -> dict[str, str]:
-    """Returns the states in a copy of the database file without its write-ahead log."""
-    copy = folder.with_suffix(".copy.sqlite")
-    shutil.copy(folder / NAME, copy)
-    with closing(sqlite3.connect(copy)) as file:
+    """Returns the states on disk."""
+    with closing(sqlite3.connect(folder / NAME)) as file:
         return dict(file.execute("SELECT id, state FROM jobs").fetchall())
 
 
 async def list_states(jobs: Jobs) -> dict[str, str]:
-    """Returns the states of all videos."""
+    """Returns the states of all videos, those of an earlier start included."""
+    await jobs.service.journal.save()
     data = (await jobs.request("/v1/videos?limit=100"))[2]["data"]
     return {video["id"]: video["status"] for video in data}
 
@@ -140,6 +132,7 @@ async def test_a_long_lock(folder: Path) -> None:
     async with service_with_writer(folder) as jobs:
         completed, deleted, waits = [await jobs.create({"prompt": PRIVATE_TEXT}) for _ in range(3)]
         with locked_journal(folder):
+            await jobs.refuse({}, 503)
             health = await wait_for_health(jobs, 503)
             assert "locked" in health["reason"]
             for path in ("/v1/videos", f"/v1/videos/{completed}/remix", "/v1/videos/sync"):
@@ -147,69 +140,31 @@ async def test_a_long_lock(folder: Path) -> None:
                 assert (status, headers["x-should-retry"]) == (503, "true"), answer
                 assert int(headers["retry-after"]) > 0
             jobs.complete(completed)
-            gone = asyncio.create_task(jobs.delete(deleted))
-            await wait_until(lambda: jobs.get_state(deleted) == "deleted")
+            assert await jobs.delete(deleted) == 202  # not on disk yet
             states = await list_states(jobs)
-            assert states == {completed: "completed", waits: "queued"} and not gone.done()
+            assert states == {completed: "completed", waits: "queued"}
         await wait_for_health(jobs, 200)
-        assert await gone == 200
         new = await jobs.create()
-        assert read_stored_states(folder) == states | {deleted: "deleted", new: "queued"}
+        stored = read_stored_states(folder)
+        refused = stored.keys() - {*states, deleted, new}  # their rows have no content
+        assert {stored[name] for name in refused} == {"deleted"}
+        expected = states | {deleted: "deleted", new: "queued"}
+        assert {name: stored[name] for name in stored if name not in refused} == expected
         assert {path.name for path in (folder / "jobs").iterdir()} == {completed, waits, new}
-    assert read_stored_states(folder) == states | {deleted: "deleted", new: "queued"}
 
 
-async def test_a_lock_during_the_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The start waits and logs it; a lasting lock is refused in one sentence."""
+async def test_a_lock_during_the_start(folder: Path) -> None:
+    """The start waits; a lasting lock is refused in one sentence."""
     async with service_with_writer(folder) as jobs:
         await jobs.create()
     with locked_journal(folder):
         start = asyncio.create_task(asyncio.to_thread(Jobs, folder))
-        await wait_until(lambda: "locked" in caplog.text)
+        await asyncio.sleep(0.1)
         assert not start.done()
     assert len((await start).service.journal.list_in_state("queued")) == 1
-    monkeypatch.setattr(journal_file, "_START", 0.3)
     with locked_journal(folder), pytest.raises(InputError) as refusal:
         Jobs(folder)
     check_refusals("serve: a lock at the start", {"locked": str(refusal.value)}, HIDDEN)
-
-
-async def test_temporary_journals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of killed processes are removed, but not those of others, which may be written.
-
-    What a failed rewrite of this process has left is not part of the next one.
-    """
-
-    def refuse(*_: object) -> None:
-        raise OSError("renamed by nobody")
-
-    def list_temporary() -> set[str]:
-        return {path.name for path in folder.glob(".*-*")}
-
-    run = subprocess.Popen(["true"])
-    run.wait()
-    ours = make_process_name()
-    ended = f"{ours.rpartition('-')[0]}-{run.pid}"
-    kept, left = {f".another_host-1-{NAME}", f".{ended}-x.mp4"}, f".{ours}-{NAME}"
-    folder.mkdir()
-    for name in (*kept, left, f".{ended}-{NAME}", f".{ended}-{NAME}-wal"):
-        (folder / name).write_text(PRIVATE_TEXT)
-    jobs = Jobs(folder)
-    assert list_temporary() == {*kept, left}
-    first = await jobs.create()
-    shutil.copy(folder / NAME, folder / left)
-    execute(folder / left, "UPDATE jobs SET id = 'video_of_before'")
-    (folder / NAME).unlink()  # it is written again, under a temporary name first
-    second = await jobs.create()
-    assert read_stored_states(folder).keys() == {first, second} and list_temporary() == kept
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", refuse)
-        (folder / NAME).unlink()
-        assert not await jobs.service.journal.save(0.0, check_file=True)
-    assert list_temporary() == kept
-    jobs.service.journal.close()
 
 
 # Removed, replaced or damaged while the service runs.
@@ -251,125 +206,80 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:5000])
 
 
-DAMAGES: dict[str, tuple[Damage, bool]] = {
-    # the damage, and whether the file of that name is put aside
-    "removed": (remove("", "-wal", "-shm"), False),
-    "removed without its log": (remove(""), False),
-    "log removed": (remove("-wal"), False),
-    "logs removed": (remove("-wal", "-shm"), False),
-    "other database": (replace_by(None), True),
-    "other file": (replace_by(b"notes of somebody else" * 999), True),
-    "empty file": (replace_by(b""), True),
-    "folder": (replace_by_folder, True),
-    "emptied": (lambda file: file.write_bytes(b""), True),
-    "cut": (cut, True),
-    "head overwritten": (overwrite(0, 100), True),
-    "middle overwritten": (overwrite(4096, 4096), True),
-    "earlier copy": (lambda file: file.write_bytes(file.with_name("b").read_bytes()), True),
-    "tables dropped": (lambda file: execute(file, "DROP TABLE jobs"), True),
+LOSSES: dict[str, Damage] = {
+    "removed": remove("", "-wal", "-shm"),
+    "removed without its log": remove(""),
+    "log removed": remove("-wal"),
+    "other database": replace_by(None),
+    "other file": replace_by(b"notes of somebody else" * 999),
+    "folder": replace_by_folder,
+    "earlier copy": lambda file: file.with_name("b").replace(file),
+    "tables dropped": lambda file: execute(file, "DROP TABLE jobs"),
+    "moved": lambda file: file.parent.rename(file.parent.with_name("moved")),
 }
 
 
-async def add_job(jobs: Jobs) -> str:
-    """Adds a job to the journal, without the checks of a request."""
-    job = ServiceJob(f"video_{secrets.token_hex(8)}", {"prompt": PROMPT}, total=2)
-    jobs.service.files.write_uploads(job, {})
-    await jobs.service.journal.add(job)
-    return job.id
+LOSSES_BY_DEFAULT = ("removed", "log removed", "earlier copy", "tables dropped")
+LOSS_CASES = [(case, False) for case in LOSSES if case != "tables dropped"]
+LOSS_CASES += [(case, True) for case in LOSSES if case != "moved"]
 
 
-async def check_lost_journal(kind: str, is_busy: bool, folder: Path) -> None:
-    """Damages a journal, which must be rewritten; a file of its name is never removed.
+@pytest.mark.parametrize(
+    ("case", "is_busy"),
+    [
+        pytest.param(*case, marks=() if case[0] in LOSSES_BY_DEFAULT else pytest.mark.slow)
+        for case in LOSS_CASES
+    ],
+)
+async def test_a_journal_that_is_lost_stops_the_service(
+    case: str,
+    is_busy: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With one sentence in the log; no further job is admitted.
 
     is_busy: A request comes before the next check of the file.
     """
-    damage, is_put_aside = DAMAGES[kind]
-    async with service_with_writer(folder) as jobs:
-        names = [await add_job(jobs) for _ in range(2)]
-        jobs.complete(names[0])
-        await jobs.delete(names[1])
-        shutil.copy(folder / NAME, folder / "b")
-        names.append(await add_job(jobs))
-        damage(folder / NAME)
-        if not is_busy:
-            write, file = mock.Mock(wraps=jobs.service.journal._file.write), jobs.service.journal
-            file._file.write = write  # type: ignore[method-assign]
-            await wait_until(lambda: write.call_count > 1)  # the first check has ended
-        new = await jobs.create()
-        states = await list_states(jobs)
-        assert states == dict.fromkeys((new, *names[2:]), "queued") | {names[0]: "completed"}
-        assert (await wait_for_health(jobs, 200))["reason"] is None
-        assert read_stored_states(folder) == states | {names[1]: "deleted"}
-    assert await list_states(Jobs(folder)) == states  # after a restart
-    aside = [path for path in folder.iterdir() if "-aside-" in path.name]
-    assert bool(aside) == is_put_aside, aside
-
-
-async def test_a_journal_that_is_lost_is_written_again(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Completely, from memory, with a line in the log. All kinds of damage run concurrently.
-
-    After every second one, a request comes before the next check of the file.
-    """
-    cases = {kind: (kind, index % 2 == 0) for index, kind in enumerate(DAMAGES)}
-    folder.mkdir()
-    trials = [check_lost_journal(*case, folder / name) for name, case in cases.items()]
-    ends = await asyncio.gather(*trials, return_exceptions=True)
-    wrong = {name: end for name, end in zip(cases, ends, strict=True) if end is not None}
-    assert not wrong
-    lines = {
-        name: sum(
-            f"/{name}/" in message and "from memory" in message for message in caplog.messages
-        )
-        for name in cases
-    }
-    is_logged = {n: "log" not in k or k == "removed without its log" for n, (k, _) in cases.items()}
-    assert lines == is_logged
-
-
-async def test_a_folder_that_is_moved_away(folder: Path) -> None:
-    """No file is made under its old name; the service continues when the folder is back."""
-    async with service_with_writer(folder) as jobs:
-        first = await jobs.create()
-        folder.rename(folder.with_name("moved"))
-        for _ in range(2):
-            status, headers, _ = await jobs.request("/v1/videos", {"prompt": PROMPT})
-            assert status == 503 and int(headers["retry-after"]) > 0
-            health = await wait_for_health(jobs, 503)
-            assert "moved" in health["reason"] and str(folder) not in health["reason"]
-        assert await jobs.delete(first) == 202  # not on disk yet
-        assert not folder.exists()
-        folder.with_name("moved").rename(folder)
-        await wait_for_health(jobs, 200)
-        second = await jobs.create()
-    assert read_stored_states(folder) == {first: "deleted", second: "queued"}
+    jobs = Jobs(folder)
+    monkeypatch.setattr(jobs.service.rank_group, "run", asyncio.Event().wait)
+    service = asyncio.create_task(jobs.service.serve_forever())
+    await jobs.create()
+    shutil.copy(folder / NAME, folder / "b")
+    await jobs.create()
+    if is_busy:
+        monkeypatch.setattr(journal, "CHECK_SECONDS", 60.0)
+        await asyncio.sleep(0.2)  # the last check has begun
+    LOSSES[case](folder / NAME)
+    if is_busy:
+        assert (await jobs.refuse({}, 503))["code"] == "journal_unavailable"
+    await asyncio.wait_for(service, 30)
+    assert jobs.service.journal.is_lost
+    (line,) = [message for message in caplog.messages if "The service stops" in message]
+    assert line.startswith("The journal ") and "\n" not in line
 
 
 async def test_a_full_disk(tmp_path: Path, folder: Path) -> None:
-    """The room that is reserved takes changes; then no job is lost, and the service goes on."""
+    """Changes wait in memory until there is room, and no new job is admitted."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk]).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", disk]).returncode:
         pytest.skip("a small file system can be mounted by root only")
     folder, fill = disk / "jobs", disk / "fill"
     try:
         async with service_with_writer(folder) as jobs:
-            journal = jobs.service.journal
             job_id = await jobs.create({"prompt": "long " * 1000})
-            for has_reserve in (True, False):
-                with suppress(OSError), fill.open("ab", buffering=0) as file:
-                    while True:
-                        file.write(bytes(4096))
-                assert (await jobs.refuse({}, 507))["code"] == "disk_full"
-                assert (folder / "reserve").exists() == has_reserve
-                for number in range(0, 99_999, 50):  # SQLite first uses the space that it has
-                    error = {"code": "x", "message": "y" * number}
-                    journal.update_job(jobs.service.find_job(job_id), state="failed", error=error)
-                    is_saved = await journal.save(0.1)
-                    if not is_saved or (folder / "reserve").exists() != has_reserve:
-                        break
-                assert is_saved == has_reserve
+            with suppress(OSError), fill.open("ab", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            assert (await jobs.refuse({}, 507))["code"] == "disk_full"
+            for number in range(0, 99_999, 50):  # SQLite first uses the space that it has
+                error = {"code": "x", "message": "y" * number}
+                job = jobs.service.find_job(job_id)
+                jobs.service.journal.update_job(job, state="failed", error=error, ended=time.time())
+                if not await jobs.service.journal.save():
+                    break
             assert "full" in (await wait_for_health(jobs, 503))["reason"]
             status, headers, _ = await jobs.request("/v1/videos", {"prompt": PROMPT})
             assert status == 503 and int(headers["retry-after"]) > 0
@@ -386,7 +296,6 @@ async def test_a_full_disk(tmp_path: Path, folder: Path) -> None:
 
 STARTS: dict[str, Damage] = {
     "no database": lambda file: file.write_bytes(b"no database" * 999),
-    "empty": lambda file: file.write_bytes(b""),
     "cut": cut,
     "head": overwrite(0, 100),
     "middle": overwrite(4096, 4096),

@@ -122,7 +122,7 @@ async def test_jobs_of_the_same_loras_follow_each_other(jobs: Jobs) -> None:
     chosen = ["a", "b", "a=0.5", "b", "a", "", "a"]
     names = [await jobs.create({"video_lora": [x] if x else []}) for x in chosen]
     started = []
-    while jobs.service.journal.count_states().get("in_progress"):
+    while jobs.service.journal.count_states()["in_progress"]:
         started.append(idle_ranks.job_groups[-1][0]["job"])
         jobs.complete(started[-1])
     order = [chosen[names.index(name)] for name in started]

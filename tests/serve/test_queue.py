@@ -26,7 +26,7 @@ def list_group_ids(ranks: IdleRanks) -> list[list[str]]:
 
 def complete_all(jobs: Jobs, ranks: IdleRanks) -> list[str]:
     """Completes all jobs one by one; returns their ids in the order of their starts."""
-    while jobs.service.journal.count_states().get("in_progress"):
+    while jobs.service.journal.count_states()["in_progress"]:
         for name in list_group_ids(ranks)[-1]:
             jobs.complete(name)
     return [name for group in list_group_ids(ranks) for name in group]

@@ -161,7 +161,6 @@ DAMAGED_PATHS: dict[str, Callable[[Path], object]] = {
     "journal.sqlite": _link,
     "journal.sqlite-wal": Path.mkdir,
     "ranks.log": os.mkfifo,
-    "reserve": _link,
 }
 
 

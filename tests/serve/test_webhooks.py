@@ -10,7 +10,6 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,8 @@ import pytest
 from benchmarks.webhook_receiver import Receiver
 from tests.refusals import check_refusals
 from tests.serve.jobs import Jobs, running, wait_until
-from wan.serve import retries, webhooks
+from wan.serve import deliveries, webhooks
+from wan.serve.rows import ServiceJob
 from wan.serve.service import Limits
 from wan.serve.webhook_hosts import WebhookHosts, read_url, read_webhook_host
 from wan.serve.webhooks import Webhooks
@@ -39,6 +39,11 @@ def hosts(*names: str) -> WebhookHosts:
     )
 
 
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhooks, "_LONGEST_PAUSE", 0.05)
+
+
 LOCAL = hosts("localhost", "127.0.0.0/8", "::1")
 
 
@@ -51,14 +56,13 @@ async def delivering(jobs: Jobs, allowed: WebhookHosts = LOCAL) -> Any:
     """Delivers in the background; yields the list of the attempts' results."""
     attempts: list[str] = []
     key = webhooks.read_signing_key(SECRET)
-    sender = Webhooks(jobs.service, key, allowed, attempts.append)
-    sender._queue._longest = 0.05
-    async with running(sender.run()):
+    Webhooks(jobs.service, key, allowed, attempts.append)
+    async with running(jobs.service.deliveries.run()):
         yield attempts
 
 
 async def wait_until_delivered(jobs: Jobs) -> None:
-    await wait_until(lambda: not jobs.service.journal.count_tasks("webhook"))
+    await wait_until(lambda: not jobs.service.journal.count_deliveries("webhook"))
 
 
 def test_fields() -> None:
@@ -156,7 +160,7 @@ async def test_events_are_signed_and_repeated(tmp_path: Path, receiver: Receiver
     assert await jobs.service.journal.save()
     jobs.service.journal.vacuum()
     assert jobs.find_files_with("token=private") == []
-    assert jobs.service.journal.count_tasks("webhook") == 0
+    assert jobs.service.journal.count_deliveries("webhook") == 0
 
 
 async def test_events_after_a_restart(tmp_path: Path, receiver: Receiver) -> None:
@@ -198,8 +202,8 @@ async def test_only_recorded_ends_are_sent(
         save = mock.AsyncMock(wraps=jobs.service.journal.save)
         monkeypatch.setattr(jobs.service.journal, "save", save)
         async with delivering(jobs):
-            await wait_until(lambda: save.called)  # the delivery waits for the journal
-            await asyncio.sleep(0)
+            await wait_until(lambda: save.called)  # the deliveries wait for the journal
+            await asyncio.sleep(0.1)
             assert receiver.received == []
             jobs.service.delete(jobs.service.find_job(name))
             other.execute("ROLLBACK")
@@ -399,65 +403,66 @@ async def test_a_clock_that_is_set_gives_nothing_up(
 
 PAUSES: dict[str, tuple[str, list[int]]] = {
     # attempts (f: fails, p: is postponed, d: is done), and the longest pauses after each
-    "doubled, up to the longest": ("fffffff", [1, 2, 4, 8, 9, 9]),
-    "postponed": ("ppppppfp", [1, 2, 4, 8, 8, 8, 1]),
-    "from the start after a success": ("fffdff", [1, 2, 4, 0, 1]),
+    "doubled, up to the longest": ("fffffff", [1, 2, 4, 8, 9, 9, 9]),
+    "postponed": ("fppf", [1, 4, 4, 2]),
+    "from the start after a success": ("fffdff", [1, 2, 4, 0, 1, 2]),
 }
 
 
 @pytest.mark.parametrize("part", [0.0, 1.0], ids=["shortest", "longest"])
 @pytest.mark.parametrize("case", PAUSES)
-async def test_pauses_grow(case: str, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pauses_grow(
+    case: str, part: float, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In seconds; half of each pause is random."""
     attempts, longest = PAUSES[case]
-    now, moments = 0.0, list[float]()
+    pauses, journal = list[float](), jobs.service.journal
+    schedule_delivery = journal.schedule_delivery
+
+    def note_pause(kind: str, name: str, seconds: float, failures: int) -> None:
+        pauses.append(seconds)
+        schedule_delivery(kind, name, 0.0, failures)
+
+    async def perform(_: ServiceJob) -> bool:
+        result = attempts[len(pauses)] if len(pauses) < len(attempts) else "d"
+        if result == "p":
+            raise deliveries.PostponedError
+        return result == "d"
 
     def uniform(low: float, high: float) -> float:
         return low + part * (high - low)
 
-    async def perform(_: str) -> bool:
-        kind = attempts[len(moments)] if len(moments) < len(attempts) else "f"
-        moments.append(now)
-        if kind == "p":
-            raise retries.PostponedError
-        return kind == "d"
-
-    monkeypatch.setattr(retries, "_POLL", 0.0)
-    monkeypatch.setattr(retries, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(retries, "random", SimpleNamespace(uniform=uniform))
-    tasks = retries.TaskIndex()
-    tasks.update("a", True)
-    queue = retries.RetryQueue(tasks, perform, max_running=1, max_per_group=1, longest=9)
-    async with running(queue.run()):
-        while len(moments) < len(attempts):
-            await asyncio.sleep(0)
-            now += 0.01
-    pauses = [later - moment for moment, later in pairwise(moments)]
-    assert pauses == pytest.approx([pause * (0.5 + part / 2) for pause in longest], abs=0.1)
+    monkeypatch.setattr(deliveries, "random", SimpleNamespace(uniform=uniform))
+    monkeypatch.setattr(journal, "schedule_delivery", note_pause)
+    jobs.complete(await jobs.create())
+    jobs.service.deliveries.kinds["store"] = deliveries.DeliveryKind(perform, 1, 1, longest=9)
+    async with running(jobs.service.deliveries.run()):
+        await wait_until(lambda: len(pauses) >= len(attempts))
+    expected = [pause * (0.5 + part / 2) for pause in longest]
+    assert pauses[: len(attempts)] == pytest.approx(expected)
 
 
-async def test_tasks_of_a_group() -> None:
-    """At most two of a group and four in all at a time; each that ends makes room for the next."""
-    running_ids, ends, index = list[str](), dict[str, asyncio.Event](), retries.TaskIndex()
+async def test_deliveries_of_a_receiver(jobs: Jobs) -> None:
+    """At most two of one and four in all at a time; each that ends makes room for the next."""
+    running_ids, ends, journal = list[str](), dict[str, asyncio.Event](), jobs.service.journal
 
-    async def perform(job_id: str) -> bool:
-        running_ids.append(job_id)
-        ends[job_id] = asyncio.Event()
-        await ends[job_id].wait()
-        running_ids.remove(job_id)
-        index.update(job_id, False)
+    async def perform(job: ServiceJob) -> bool:
+        running_ids.append(job.id)
+        ends[job.id] = asyncio.Event()
+        await ends[job.id].wait()
+        running_ids.remove(job.id)
+        journal.update_ended(job.id, webhook_sent=job.state)
         return True
-
-    queue = retries.RetryQueue(
-        index, perform, get_group=lambda name: name[0], max_running=4, max_per_group=2, longest=9
-    )
 
     async def wait_for(*names: str) -> None:
         await wait_until(lambda: sorted(running_ids) == sorted(names))
 
     for name in ("a1", "a2", "a3", "b1", "b2", "b3", "c1"):
-        index.update(name, True)
-    async with running(queue.run()):
+        url = f"http://{name[0]}.example/{name}"
+        job = ServiceJob(name, {}, "completed", ended=time.time(), webhook_url=url)
+        journal.restore_job(job)
+    jobs.service.deliveries.kinds["webhook"] = deliveries.DeliveryKind(perform, 4, 2, longest=9)
+    async with running(jobs.service.deliveries.run()):
         await wait_for("a1", "a2", "b1", "b2")
         ends["a1"].set()
         await wait_for("a2", "a3", "b1", "b2")
@@ -468,5 +473,5 @@ async def test_tasks_of_a_group() -> None:
         for name in ("a3", "b2", "b3", "c1"):
             ends[name].set()
         await wait_for()
-        index.update("a1", True)
+        journal.update_ended("a1", webhook_sent="")
         await wait_for("a1")

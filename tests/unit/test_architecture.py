@@ -410,11 +410,6 @@ REMOVES = {
         "temporary files of this run",
     ),
     "wan.app.output": ({"stale_file.unlink"}, "hidden files whose name has an ended process"),
-    "wan.serve.journal_file": (
-        {"log.rename", "log.unlink", "self._path.rename", "temporary.rename", "temporary.unlink"},
-        "the journal, which `--journal` locks and `check_journal` has found to be a regular file; "
-        "a file that has taken its place is renamed, not removed",
-    ),
     "wan.serve.group": ({"path.replace"}, "a log in the journal of the service"),
     "wan.serve.folders": ({"path.unlink"}, "files of a job, by the names that the service gives"),
 }

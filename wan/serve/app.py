@@ -181,11 +181,13 @@ _EXPOSED_HEADERS = (
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
-def _stop_if_failed(task: asyncio.Task[None]) -> None:
-    """Ends the process if the service has failed, so that a supervisor can restart it."""
-    if not task.cancelled() and task.exception() is not None:
+def _stop_if_ended(task: asyncio.Task[None]) -> None:
+    """Ends the process if the service has ended, so that a supervisor can restart it."""
+    if task.cancelled():
+        return
+    if task.exception() is not None:
         logger.error("The service has failed.", exc_info=task.exception())
-        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def make_app(
@@ -224,7 +226,7 @@ def make_app(
     @asynccontextmanager
     async def lifespan(_: Starlette) -> Any:
         running = asyncio.create_task(service.serve_forever())
-        running.add_done_callback(_stop_if_failed)
+        running.add_done_callback(_stop_if_ended)
         try:
             yield
         finally:

@@ -17,8 +17,7 @@ HEARTBEAT_SECONDS = 15.0
 """Seconds without an event after which a comment is sent, so that no proxy ends the connection."""
 MAX_LISTENERS = 100
 _MAX_EVENTS = 256  # events of a job that a client can still get when it connects again
-_SERIES = 10**12  # ids of each series of events, more than earlier versions had in all
-_FIRST_END = 1_000_000  # the least id of a last event in earlier versions
+_SERIES = 10**12  # ids of each series of events
 
 
 class EventLog:
@@ -84,10 +83,10 @@ class JobEvents:
         Raises:
             RefusedError: There is no such job, or there are too many listeners.
         """
-        job = self._service.journal.get_ended(job_id)
+        job = self._service.journal.find(job_id)
         if job is None or (job.state == "deleted" and last_id < 0):
             job = self._service.find_job(job_id)
-        if job.is_ended and _had_end(job, last_id):
+        if job.is_ended and last_id >= _compute_end_id(job):
             return None
         if self._num_listeners >= self._max_listeners:
             message = f"{self._max_listeners} clients listen to events; poll the video."
@@ -99,8 +98,8 @@ class JobEvents:
         try:
             yield "retry: 2000\n\n"
             while True:
-                job = self._service.journal.get_ended(job_id)
-                if job is not None:
+                job = self._service.journal.find(job_id)
+                if job is not None and job.is_ended:
                     yield self._format_end(job)
                     return
                 events = self._observe(job_id).list_after(last_id)
@@ -118,8 +117,7 @@ class JobEvents:
                 yield ": still here\n\n"
         finally:
             self._num_listeners -= 1
-            if not self._num_listeners or self._service.journal.get_ended(job_id) is not None:
-                self._drop_ended_logs()
+            self._drop_ended_logs()
 
     def _observe(self, job_id: str) -> EventLog:
         """Records the changes of a job since the last call."""
@@ -144,14 +142,6 @@ class JobEvents:
 def _compute_end_id(job: ServiceJob) -> int:
     """Returns the id of the last event of an ended job, above those of all others."""
     return (job.event_series + 1) * _SERIES - 1
-
-
-def _had_end(job: ServiceJob, last_id: int) -> bool:
-    """Returns whether a client has had the last event of an ended job."""
-    if last_id >= _compute_end_id(job):
-        return True
-    earlier_id = int(1000 * ((job.ended or 0.0) - job.created)) + _FIRST_END
-    return last_id == earlier_id >= _FIRST_END  # from an earlier version
 
 
 def format_event(kind: str, data: dict[str, Any], number: int) -> str:

@@ -28,7 +28,7 @@ _JOB_FILES = re.compile(
 
 
 _SERVICE_FILES = (
-    *("lock", "front.json", "ranks.log", "ranks.1.log", "reserve"),
+    *("lock", "front.json", "ranks.log", "ranks.1.log"),
     *(f"journal.sqlite{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
 )
 """Files of the service in the journal folder."""

@@ -114,8 +114,8 @@ class Metrics:
         self._running.set(counts.get("in_progress", 0))
         self._ahead.set(service.estimates.estimate_wait())
         self._ready.set(float(service.rank_group.ready))
-        self._webhooks_left.set(service.journal.count_tasks("webhook"))
-        self._store_left.set(service.journal.count_tasks("store"))
+        self._webhooks_left.set(service.journal.count_deliveries("webhook"))
+        self._store_left.set(service.journal.count_deliveries("store"))
         self._stored.set(service.journal.count_bytes())
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from itertools import count
@@ -57,17 +57,17 @@ def restore_finished_jobs(jobs: Path, journal: Journal) -> None:
         logger.warning(message, num_restored, jobs)
 
 
-def list_stored_jobs(jobs: Path, listed_ids: Container[str]) -> list[ServiceJob]:
+def list_stored_jobs(jobs: Path, get_state: Callable[[str], str | None]) -> list[ServiceJob]:
     """Returns the jobs that are missing in the journal and have records, but no local videos.
 
     Their videos are in a store, unless someone has removed them.
 
     Args:
         jobs: The parent of the jobs' folders.
-        listed_ids: The ids of all jobs of the journal, also of deleted ones.
+        get_state: Returns the state of a job by its id; None: the journal does not know it.
     """
     folders = (path for path in jobs.iterdir() if JOB_ID.fullmatch(path.name))
-    unlisted = (path for path in folders if path.name not in listed_ids)
+    unlisted = (path for path in folders if get_state(path.name) is None)
     without_video = (path for path in unlisted if not any(path.glob("*.mp4")))
     stored_jobs = (read_finished_job(path, is_stored=True) for path in without_video)
     return sorted(filter(None, stored_jobs), key=lambda job: job.created)

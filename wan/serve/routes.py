@@ -56,7 +56,6 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _POLL_SECONDS = 1.0  # seconds; shortest polling interval of clients and of the synchronous routes
-_DELETION_SECONDS = 15.0  # seconds to wait until a deletion is written to the journal
 
 
 class LoraCatalog:
@@ -94,6 +93,7 @@ class Routes:
         self._service, self._metrics, self._store = service, metrics, store
         self._loras = LoraCatalog(service.startup_run)
         self._events = JobEvents(service, partial(make_video_object, service), max_listeners)
+        self._list_lock = asyncio.Lock()
 
     def list_routes(self) -> list[Route]:
         """Returns the Starlette routes of all operations."""
@@ -129,7 +129,7 @@ class Routes:
     async def delete(self, request: Request) -> Response:
         job = self._service.find_job(request.path_params["id"])
         self._service.delete(job)
-        is_recorded = await self._service.journal.save(_DELETION_SECONDS)
+        is_recorded = await self._service.journal.save()
         answer = {"id": job.id, "deleted": True, "object": "video.deleted"}
         return JSONResponse(answer, 200 if is_recorded else 202)
 
@@ -143,15 +143,15 @@ class Routes:
             self._service.find_job(after)
         job_filter = listing.read_filter(query.get("status", ""), query.get("search", ""))
         max_jobs = integer(0, 100)("limit", limit)
-        async with self._service.slices.begin() as pause:
+        async with self._list_lock:  # a turn of the event loop has one job of one list
             page = await listing.find_jobs(
-                self._service.journal, job_filter, after, max_jobs, order == "desc", pause
+                self._service.journal, job_filter, after, max_jobs, order == "desc"
             )
             videos: list[str] = []
             for job in page.jobs:
                 video = make_video_object(self._service, job)
                 videos.append(json.dumps(video, ensure_ascii=False, separators=(",", ":")))
-                await pause()
+                await asyncio.sleep(0)
         page_fields = {
             "object": "list",
             "has_more": page.has_more,

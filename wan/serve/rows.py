@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from wan.checkpoint.lora_folder import make_video_lora_record
 from wan.settings.removed import update_record
@@ -47,6 +48,7 @@ class ServiceJob:
         store_state: "uploading" from the start of an upload, "stored" once --store has the video.
         event_series: Number of starts of the service since the job was created. The ids of its
             events grow within a series.
+        clock_ended: Its end by a clock that cannot be set; see `Journal`.
         queued_at: Creation by `clock.now`; not in the journal.
         stage: Present stage of a running job; not in the journal.
         output_started: Start of its present video unless that is the first one of an attempt; not
@@ -85,6 +87,7 @@ class ServiceJob:
     store_state: str = ""
     event_series: int = 0
     outputs_done: int = 0
+    clock_ended: float | None = None
     queued_at: float | None = field(default=None, metadata={"in_journal": False})
     stage: str = field(default="", metadata={"in_journal": False})
     output_started: float = field(default=0.0, metadata={"in_journal": False})
@@ -95,16 +98,15 @@ class ServiceJob:
         return self.state in ("completed", "failed", "deleted")
 
     @property
-    def has_webhook_event(self) -> bool:
-        """Whether its end is still to be sent to its webhook."""
-        return self.is_ended and self.webhook_url is not None and self.webhook_sent != self.state
+    def receivers(self) -> dict[str, str | None]:
+        """Kind of delivery -> its receiver; None: nothing of this kind is left to deliver.
 
-    @property
-    def has_store_task(self) -> bool:
-        """Whether its files are still to be uploaded to a store, or to be removed there."""
-        if self.state == "deleted":
-            return self.store_state != ""
-        return self.state == "completed" and self.store_state != "stored"
+        An end is delivered to the webhook; files are uploaded to a store, or removed there.
+        """
+        url = self.webhook_url if self.is_ended and self.webhook_sent != self.state else None
+        final_states = {"completed": "stored", "deleted": ""}
+        has_files = self.store_state != final_states.get(self.state, self.store_state)
+        return {"webhook": url and urlsplit(url).netloc, "store": "" if has_files else None}
 
     @property
     def seeds(self) -> list[int]:
@@ -219,6 +221,7 @@ def make_tombstone(job: ServiceJob) -> ServiceJob:
         created=job.created,
         started=job.started,
         ended=job.ended,
+        clock_ended=job.clock_ended,
         webhook_url=None if job.webhook_sent == "deleted" else job.webhook_url,
         store_state=job.store_state,
         event_series=job.event_series,

@@ -10,7 +10,6 @@ import asyncio
 import math
 import signal
 import socket
-import sqlite3
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -154,29 +153,25 @@ def serve_requests(
     sockets, lock = _bind_and_lock(options)
     metrics, journal, name = Metrics(), options.journal, options.name
     names = options.served_model_name
-    try:
-        service = Service(
-            flags,
-            run,
-            journal,
-            options.ranks,
-            nodes,
-            name,
-            names,
-            _make_limits(options),
-            metrics.count_event,
-        )
-    except sqlite3.Error as error:
-        why, remedy = f"has a damaged journal.sqlite ({error})", "move it away, or give another one"
-        raise InputError(f"--journal {journal}", None, why, remedy) from error
+    service = Service(
+        flags,
+        run,
+        journal,
+        options.ranks,
+        nodes,
+        name,
+        names,
+        _make_limits(options),
+        metrics.count_event,
+    )
     if secret is not None:
-        webhooks = Webhooks(service, secret, service.limits.webhook_hosts, metrics.count_webhook)
-        service.background_tasks.append(webhooks.run)
+        Webhooks(service, secret, service.limits.webhook_hosts, metrics.count_webhook)
     if store is None and (stored := service.list_stored_jobs()):
         message = "%d videos have only a record here; --store lists those that it has."
         logger.warning(message, len(stored))
     if store is not None:
-        service.background_tasks.append(StoreUploads(service, store, metrics.count_store).run)
+        uploads = StoreUploads(service, store, metrics.count_store)
+        service.background_tasks.append(uploads.restore_jobs)
     application = app.make_app(
         service,
         metrics,
@@ -199,4 +194,4 @@ def serve_requests(
     server = make_server(application, clients, service.begin_stop)
     with lock, suppress(KeyboardInterrupt):
         server.run(sockets)
-    return 0 if server.started else 1
+    return 0 if server.started and not service.journal.is_lost else 1

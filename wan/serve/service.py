@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +17,7 @@ from typing import Any
 from wan.app import resolve
 from wan.app.run import Run
 from wan.serve import fields, records
+from wan.serve.deliveries import DeliveryQueue
 from wan.serve.fields import FIELD_NAMES, FOLDER, ParsedRequest
 from wan.serve.folders import JOB_ID, remove_orphaned_folders
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
@@ -34,11 +35,12 @@ from wan.serve.queue import (
     read_clock,
 )
 from wan.serve.repeats import RefusedError, find_earlier_job, hash_request
-from wan.serve.slices import Slices
 from wan.serve.waiters import Waiters
 from wan.serve.webhook_hosts import NO_HOSTS, WebhookHosts
 from wan.settings.errors import InputError, is_disk_full
 from wan.settings.layers import Layer
+
+_MIN_FREE_BYTES = 16_000_000  # bytes that must be free for the files of a new job and the journal
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Service:
         startup_run: The run that the ranks were started with.
         estimates: Durations of jobs, and waiting times.
         models: Names of the model in the HTTP interface; the first is that of responses.
-        slices: Runs long computations in the event loop.
+        deliveries: Carries out webhooks and uploads.
         stopping: Whether the service is stopping and refuses requests.
         background_tasks: Further coroutine functions that run until the service ends.
         root_path: Precedes the paths of `url` fields and of the page.
@@ -105,13 +107,13 @@ class Service:
             on_event: Called with each event, its job and its record, for metrics.
         """
         self.startup_run, self.stopping, self.root_path = run, False, ""
-        self.slices = Slices()
         self.background_tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self.models = tuple(dict.fromkeys((*model_names, run.setup.preset.task)))
         self.limits, self._replica_name = limits, replica_name
         jobs, self._on_event = folder / "jobs", on_event
         self.files = JobFiles(jobs)
         self.journal = Journal(folder / "journal.sqlite")
+        self.deliveries = DeliveryQueue(self.journal)
         records.restore_finished_jobs(jobs, self.journal)
         seconds = 60 * run.setup.parallel.dist_timeout
         prompts, handle = limits.cached_prompts, self._handle_message
@@ -232,7 +234,7 @@ class Service:
 
     def list_stored_jobs(self) -> list[ServiceJob]:
         """Returns the jobs missing in the journal whose videos are in a store."""
-        return records.list_stored_jobs(self.files.jobs, self.journal.list_known())
+        return records.list_stored_jobs(self.files.jobs, self.journal.get_state)
 
     async def wait_for_change(self) -> None:
         """Waits for the next change of any job."""
@@ -241,14 +243,21 @@ class Service:
     # Start, stop and ranks.
 
     async def serve_forever(self) -> None:
-        """Runs the ranks, the deletion of old jobs and the journal's writer until cancelled."""
+        """Runs the ranks, and what is done beside the queue, until it is cancelled.
+
+        It also ends when the journal is lost, as the log says.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.rank_group.run())
                 tasks.create_task(self._delete_old_jobs())
+                tasks.create_task(self.deliveries.run())
                 tasks.create_task(self.journal.run_writer())
                 for run in self.background_tasks:
                     tasks.create_task(run())
+        except* JournalError:
+            if not self.journal.is_lost:
+                raise
         finally:
             self.journal.close()
 
@@ -437,10 +446,9 @@ class Service:
         key was queued meanwhile, its job is returned.
         """
         self._check_queue(parsed_request.num_outputs)
-        lock_timeout = None if self.journal.problem is None else 0.0
-        if not await self.journal.save(lock_timeout, check_file=True):
+        if not await self.journal.save():
             raise self._make_journal_refusal()
-        if not await asyncio.to_thread(self.journal.reserve_space):
+        if (await asyncio.to_thread(shutil.disk_usage, self.files.jobs)).free < _MIN_FREE_BYTES:
             raise self._make_disk_full_refusal()
         id_prefix = f"video_{self._replica_name}_" if self._replica_name else "video_"
         job = ServiceJob(
@@ -540,27 +548,26 @@ class Service:
         return RefusedError(message, param=param)
 
     async def _delete_old_jobs(self) -> None:
-        """Deletes expired jobs, and the oldest jobs above the quota, every ten seconds."""
-        journal = self.journal
+        """Deletes expired jobs, and the oldest jobs above the quota: some every ten seconds."""
+        journal, days, quota = self.journal, self.limits.keep_days, self.limits.quota
         while True:
-            days, quota = self.limits.keep_days, self.limits.quota
-            seconds = 86400 * (math.inf if days is None else days)
-            async with self.slices.begin() as pause:
-                for name in journal.list_ended(seconds):
-                    job = journal.get(name) if journal.is_older(name, seconds) else None
-                    if job is not None:
-                        self.delete(job)
-                    await pause()
-                while quota is not None and journal.count_bytes() > quota:
-                    if (job := journal.get(journal.get_oldest_end() or "")) is None:
-                        break
-                    self.delete(job)
-                    await pause()
-            journal.forget_deleted(self.files.has_folder)
-            if await journal.save():
-                await asyncio.to_thread(journal.vacuum)
-            await asyncio.to_thread(journal.reserve_space)  # reserves space again
+            with suppress(JournalError):  # which `/health` has
+                if days is not None:
+                    await self._delete_ended(await journal.list_ended(86400 * days), -1)
+                if quota is not None:
+                    await self._delete_ended(await journal.list_ended(), quota)
+                await journal.forget_deleted(self.files.has_folder)
+                if await journal.save():
+                    await asyncio.to_thread(journal.vacuum)
             await asyncio.sleep(10)
+
+    async def _delete_ended(self, names: Sequence[str], quota: int) -> None:
+        """Deletes jobs while the files of all jobs have more bytes than a quota."""
+        for name in names:
+            job = self.journal.get(name)
+            if job is not None and self.journal.count_bytes() > quota:
+                self.delete(job)
+            await asyncio.sleep(0)
 
 
 def _can_group_by_expert(run: Run) -> bool:

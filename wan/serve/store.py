@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from wan.serve.connections import RareMessages
+from wan.serve.deliveries import DeliveryKind
 from wan.serve.folders import list_output_files, make_output_stem, remove_job_files
 from wan.serve.job_files import make_picture
 from wan.serve.journal import ServiceJob
-from wan.serve.retries import RetryQueue
 from wan.serve.service import Service
 from wan.serve.threads import DaemonThreads
 from wan.settings.errors import InputError
@@ -30,6 +30,7 @@ _MAX_WRITERS = 4  # threads that upload and remove
 _READER_SECONDS = 5.0  # seconds that a request waits for a thread
 _WRITER_SECONDS = 60.0  # the same of an upload
 _LOCAL_SECONDS = 10.0  # seconds after an upload in which requests may still open the local file
+_MAX_UPLOADS = 2  # jobs whose files are uploaded or removed at the same time
 _LONGEST_PAUSE = 300.0  # seconds between two attempts
 _RENAMES = ("file", "local", "sftp", "ssh", "smb", "hdfs", "webhdfs", "arrow_hdfs")
 """Protocols whose files appear before they are whole, and can be renamed."""
@@ -233,29 +234,19 @@ class StoreUploads:
     def __init__(
         self, service: Service, store: Store, on_attempt: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Removes local videos that were stored before. on_attempt: counts for metrics.
+        """Adds the uploads to the service's deliveries; removes videos that were stored before.
 
-        Its values are "uploaded", "removed" and "repeated".
+        on_attempt: Called with "uploaded", "removed" or "repeated", for metrics.
         """
         self._service, self._store, self._on_attempt = service, store, on_attempt
-        self._queue = RetryQueue(
-            service.journal.tasks["store"],
-            self._update_store,
-            max_running=2,
-            max_per_group=2,
-            longest=_LONGEST_PAUSE,
-        )
+        kind = DeliveryKind(self._update_store, _MAX_UPLOADS, _MAX_UPLOADS, _LONGEST_PAUSE)
+        service.deliveries.kinds["store"] = kind
         for job_id in service.files.list_jobs_with_video():
             job = service.journal.get(job_id)
             if job is not None and job.store_state == "stored":
                 self._remove_local(job)
 
-    async def run(self) -> None:
-        """Uploads and removes videos until it is cancelled."""
-        await self._restore_jobs()
-        await self._queue.run()
-
-    async def _restore_jobs(self) -> None:
+    async def restore_jobs(self) -> None:
         """Adds the stored videos whose jobs are missing in the journal, by their local records."""
         num_restored, journal = 0, self._service.journal
         for job in await self._store.writers.call(self._service.list_stored_jobs):
@@ -272,21 +263,18 @@ class StoreUploads:
         if num_restored:
             logger.warning("%d stored videos were restored from their records.", num_restored)
 
-    async def _update_store(self, job_id: str) -> bool:
+    async def _update_store(self, job: ServiceJob) -> bool:
         """Uploads or removes the files of a job once; returns whether that is done."""
-        job = self._service.journal.get_ended(job_id)
-        if job is None or not job.has_store_task:
-            return True
         try:
             if job.state == "deleted":
-                await self._store.remove(job_id)
-                self._service.journal.update_ended(job_id, store_state="")
+                await self._store.remove(job.id)
+                self._service.journal.update_ended(job.id, store_state="")
                 self._on_attempt("removed")
             else:
                 await self._upload(job)
             return True
         except StoreError as error:
-            _log.warning("The store was not updated for %s and is tried again: %s", job_id, error)
+            _log.warning("The store was not updated for %s and is tried again: %s", job.id, error)
             self._on_attempt("repeated")
             return False
 

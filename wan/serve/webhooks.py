@@ -20,9 +20,9 @@ from urllib.parse import SplitResult, urlsplit
 
 import wan
 from wan.serve.connections import RareMessages
+from wan.serve.deliveries import DeliveryKind, PostponedError
 from wan.serve.journal import ServiceJob
 from wan.serve.responses import make_video_object
-from wan.serve.retries import PostponedError, RetryQueue
 from wan.serve.service import Service
 from wan.serve.threads import DaemonThreads
 from wan.serve.webhook_hosts import WebhookHosts, normalize_address
@@ -59,7 +59,7 @@ class Webhooks:
         hosts: WebhookHosts,
         on_attempt: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Starts nothing; `run` does.
+        """Adds the deliveries to those that the service carries out.
 
         Args:
             secret: Key of the signatures, from `read_signing_key`.
@@ -71,42 +71,24 @@ class Webhooks:
         self._tls, self._resolver = ssl.create_default_context(), _Resolver()
         # Deliveries in progress by address and port (0: all ports).
         self._addresses: Counter[tuple[str, int]] = Counter()
-        self._queue = RetryQueue(
-            service.journal.tasks["webhook"],
-            self._deliver,
-            get_group=self._get_host,
-            max_running=_MAX_SENDING,
-            max_per_group=_MAX_PER_HOST,
-            longest=_LONGEST_PAUSE,
+        service.deliveries.kinds["webhook"] = DeliveryKind(
+            self._deliver, _MAX_SENDING, _MAX_PER_HOST, _LONGEST_PAUSE
         )
 
-    async def run(self) -> None:
-        """Delivers events until it is cancelled."""
-        await self._queue.run()
-
-    def _get_host(self, job_id: str) -> str:
-        job = self._service.journal.get_ended(job_id)
-        return "" if job is None or job.webhook_url is None else urlsplit(job.webhook_url).netloc
-
-    async def _deliver(self, job_id: str) -> bool:
+    async def _deliver(self, job: ServiceJob) -> bool:
         """Sends the event of a job once; returns whether it was delivered or given up."""
-        job = self._service.journal.get_ended(job_id)
-        if job is None or job.webhook_url is None or not job.has_webhook_event:
-            return True
-        state, host, journal = job.state, urlsplit(job.webhook_url).netloc, self._service.journal
-        if not await journal.save() or journal.get_state(job_id) != state:
-            return False  # killed now, the service would not know of this end
-        why = await self._send(job, job.webhook_url)
+        url, journal = job.webhook_url or "", self._service.journal
+        host, why = urlsplit(url).netloc, await self._send(job, url)
         if why is None:
             self._on_attempt("delivered")
-        elif why == "status 410" or journal.is_older(job_id, GIVE_UP_SECONDS):
-            logger.error("The event of %s was not delivered to %s (%s).", job_id, host, why)
+        elif why == "status 410" or journal.is_older(job.id, GIVE_UP_SECONDS):
+            logger.error("The event of %s was not delivered to %s (%s).", job.id, host, why)
             self._on_attempt("given_up")
         else:
-            _log.warning("The event of %s is sent to %s again (%s).", job_id, host, why)
+            _log.warning("The event of %s is sent to %s again (%s).", job.id, host, why)
             self._on_attempt("repeated")
             return False
-        journal.update_ended(job_id, webhook_sent=state)
+        journal.update_ended(job.id, webhook_sent=job.state)
         return True
 
     async def _send(self, job: ServiceJob, url: str) -> str | None:
