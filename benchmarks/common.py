@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from wan.app.programs import make_argument_type, make_output_path_type
-from wan.checkpoint.headers import read_json
+from wan.checkpoint.formats.headers import read_json
 from wan.settings.errors import InputError
 from wan.settings.values import format_value, integer
 from wan.testing.measuring import Times

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
-from wan.checkpoint.keymaps import rename_dit_to_diffusers
+from wan.checkpoint.names.keymaps import rename_dit_to_diffusers
 from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
 from wan.modules.fused_ops import BlockOps
 from wan.modules.interfaces import ModelComponents

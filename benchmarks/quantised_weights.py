@@ -26,9 +26,9 @@ from torch import nn
 from benchmarks import common
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
-from wan.checkpoint.dequantise import TO_FLOAT
+from wan.checkpoint.formats.tensor_info import E4M3, GGUF
 from wan.checkpoint.load import DTYPES
-from wan.checkpoint.tensor_info import E4M3, GGUF
+from wan.checkpoint.quant.dequantise import TO_FLOAT
 from wan.kernels.compiled_dequantise import MIN_VALUES, CompiledDequantizer
 from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
 from wan.kernels.forward_context import StepInfo

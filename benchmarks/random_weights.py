@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from wan.checkpoint.safetensors_stream import stream_safetensors
+from wan.checkpoint.formats.safetensors_stream import stream_safetensors
 
 
 def draw_parameters(network: nn.Module, layer: str) -> Iterator[tuple[str, Tensor]]:

@@ -47,7 +47,7 @@ from benchmarks.random_weights import save_network
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
 from wan.checkpoint.config import make_reference_dit_config
-from wan.checkpoint.keymaps import rename_vae_to_official
+from wan.checkpoint.names.keymaps import rename_vae_to_official
 from wan.modules import t5
 from wan.modules.model import WanModel
 from wan.modules.vae import video_vae

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from wan.checkpoint.formats.tensor_info import TensorInfo
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.load import open_sources
-from wan.checkpoint.tensor_info import TensorInfo
 from wan.modules import t5
 from wan.modules.vae import video_vae
 

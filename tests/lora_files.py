@@ -14,11 +14,11 @@ from lycoris.modules.lokr import LokrModule
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.load import open_sources
-from wan.checkpoint.lora import resolve_loras
-from wan.checkpoint.merge_lora import merge_loras
+from wan.checkpoint.lora.merge import merge_loras
+from wan.checkpoint.lora.resolve import resolve_loras
+from wan.checkpoint.names.keymaps import rename_dit_to_diffusers
 from wan.settings.command import Loras
 
 Q = "blocks.0.self_attn.q"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from wan.app import flag_parser, resolve
 from wan.app.resolve import ResolveContext, make_setup, resolve_video
 from wan.app.run import Run
+from wan.checkpoint.formats.tensor_source import owns_memory
 from wan.checkpoint.layout import inspect_checkpoint
-from wan.checkpoint.tensor_source import owns_memory
 from wan.device import select_device
 from wan.pipeline import build
 from wan.pipeline.pipeline import Pipeline

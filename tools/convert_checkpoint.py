@@ -34,17 +34,17 @@ from torch import Tensor
 
 from wan.app.flag_parser import Parser
 from wan.app.programs import run_program
-from wan.checkpoint.headers import (
+from wan.checkpoint.formats.headers import (
     check_file_complete,
     compute_fingerprint,
     read_json,
 )
-from wan.checkpoint.keymaps import rename_dit_to_official
+from wan.checkpoint.formats.safetensors_header import read_safetensors_header
+from wan.checkpoint.formats.safetensors_stream import stream_safetensors
+from wan.checkpoint.formats.tensor_info import TensorInfo
 from wan.checkpoint.layout import SPARSE_LINEAR, DitFiles, inspect_checkpoint
 from wan.checkpoint.load import open_sources, read_headers
-from wan.checkpoint.safetensors_header import read_safetensors_header
-from wan.checkpoint.safetensors_stream import stream_safetensors
-from wan.checkpoint.tensor_info import TensorInfo
+from wan.checkpoint.names.keymaps import rename_dit_to_official
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
 from wan.utils.files import OutputKind, check_link, make_json_kind, remove_output, write_output

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from wan.app.programs import run_program
-from wan.checkpoint.lora_names import DIFFERENCES, NAMINGS
+from wan.checkpoint.lora.names import DIFFERENCES, NAMINGS
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import GROUPS

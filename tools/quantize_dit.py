@@ -32,14 +32,13 @@ from torch import Tensor
 
 from wan.app.flag_parser import Parser
 from wan.app.programs import run_program
-from wan.checkpoint import lora
+from wan.checkpoint.formats.safetensors_stream import stream_safetensors
+from wan.checkpoint.formats.tensor_source import TensorSource
 from wan.checkpoint.layout import Checkpoint, DitFiles, inspect_checkpoint
 from wan.checkpoint.load import open_sources
-from wan.checkpoint.lora import Lora
-from wan.checkpoint.merge_lora import merge_loras
-from wan.checkpoint.safetensors_stream import stream_safetensors
-from wan.checkpoint.tensor_source import TensorSource
-from wan.checkpoint.w8a8_export import (
+from wan.checkpoint.lora.merge import merge_loras
+from wan.checkpoint.lora.resolve import Lora, resolve_loras
+from wan.checkpoint.quant.w8a8_export import (
     DESCRIPTION_FILES,
     FOLDERS,
     FP8_DYNAMIC,
@@ -92,7 +91,7 @@ def quantize_checkpoint(ckpt_dir: Path, out: Path, *, fa: str | None = None, **l
 def _read_loras(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
     """Reads each network's LoRAs; refuses a LoRA that changes weights outside the export."""
     layer = read_layer(settings, "the command line", COMMAND_LINE_NAMING)
-    loras = lora.resolve_loras(Loras(**layer.values), checkpoint)
+    loras = resolve_loras(Loras(**layer.values), checkpoint)
     for network_lora in (
         network_lora for network_loras in loras.values() for network_lora in network_loras
     ):

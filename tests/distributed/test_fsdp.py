@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.conftest import slow
 from tests.dist import run_on_ranks
+from wan.checkpoint.formats.tensor_source import TensorSource, TensorSources
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import UNSHARDED, ModelSpec, make_dit_dtype_rule, read_headers
-from wan.checkpoint.tensor_source import TensorSource, TensorSources
 from wan.distributed.fsdp import FsdpSharding, compute_row_range
 from wan.modules import t5
 from wan.modules.interfaces import ModelComponents

@@ -21,7 +21,7 @@ from wan.app import flag_parser
 from wan.app.resolve import ResolveContext, resolve_video
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import ModelSpec, make_dit_dtype_rule, open_sources
-from wan.checkpoint.w8a8_export import read_quantized_dit
+from wan.checkpoint.quant.w8a8_export import read_quantized_dit
 from wan.modules.model import WanModel
 from wan.pipeline import build, weight_transforms
 from wan.settings.errors import InputError

@@ -23,7 +23,7 @@ from tools.quantize_dit import quantize_checkpoint
 from wan import device
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import ModelSpec, load_rotations, make_dit_dtype_rule
-from wan.checkpoint.w8a8_export import QuantizedDit, read_quantized_dit
+from wan.checkpoint.quant.w8a8_export import QuantizedDit, read_quantized_dit
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear
 from wan.modules.model import WanModel

@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from tests.dist import run_on_ranks
 from tests.npu_sim import checkpoint
 from tests.npu_sim.latents import build_run, make_latents
+from wan.checkpoint.formats.tensor_source import TensorSource
 from wan.checkpoint.load import keep_sources
-from wan.checkpoint.tensor_source import TensorSource
 from wan.modules.reference_kv import ReferenceKV, ReferenceLayout, ReferencePass
 from wan.pipeline import offload
 from wan.pipeline.offload import stream_blocks

@@ -22,7 +22,7 @@ from tests.animate2_network import (
     make_weights,
 )
 from tests.numerics.recorded import STEP, SampleRecorder
-from wan.checkpoint.keymaps import rename_dit_to_official
+from wan.checkpoint.names.keymaps import rename_dit_to_official
 
 LAYERS = 10  # diffusers' unconditional branch skips block 9
 

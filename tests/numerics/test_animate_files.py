@@ -17,10 +17,10 @@ from tests.numerics.official import distance
 from tests.numerics.procedural import make_procedural_tensor
 from tests.numerics.test_animate import animate, load_inputs, load_state, read_json
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint import lora
 from wan.checkpoint.layout import check_task, inspect_checkpoint
 from wan.checkpoint.load import ModelSpec
-from wan.checkpoint.merge_lora import merge_loras
+from wan.checkpoint.lora.merge import merge_loras
+from wan.checkpoint.lora.resolve import resolve_loras
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
@@ -38,7 +38,7 @@ def load_dit(folder: Path, **values: Any) -> Any:
     checkpoint = inspect_checkpoint(folder, presets=(PRESET,))
     check_task(checkpoint, PRESET)
     files = checkpoint.experts["dit"]
-    loras = lora.resolve_loras(Loras(**values), checkpoint).get("dit", ())
+    loras = resolve_loras(Loras(**values), checkpoint).get("dit", ())
     return ModelSpec("DiT", partial(build_dit, files.config), files.tensors, folder).load(
         device=torch.device("cpu"),
         dtype_of=lambda *_: torch.float32,

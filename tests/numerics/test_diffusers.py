@@ -24,7 +24,7 @@ from PIL import Image
 import wan
 from tests.conftest import slow
 from tests.numerics.recorded import make_diffusers_call, make_prompt_embeds
-from wan.checkpoint.keymaps import rename_dit_to_diffusers
+from wan.checkpoint.names.keymaps import rename_dit_to_diffusers
 from wan.configs import WAN_CONFIGS
 from wan.modules.model import WanModel
 from wan.pipeline.scheduler import make_solver

@@ -21,7 +21,7 @@ from tests.conftest import slow
 from tests.frames import read_frames
 from tests.numerics.recorded import STEP, SampleRecorder, make_diffusers_call, make_prompt_embeds
 from tests.numerics.test_diffusers import TOLERANCE, make_official_scheduler
-from wan.checkpoint.keymaps import rename_dit_to_diffusers, rename_dit_to_official
+from wan.checkpoint.names.keymaps import rename_dit_to_diffusers, rename_dit_to_official
 from wan.modules.interfaces import ModelComponents
 from wan.modules.vace import VaceWanModel
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tasks.conftest import TaskRun
-from wan.checkpoint import lora_folder
+from wan.checkpoint.lora import folder as lora_folder
 from wan.modules.lora_branch import LoraBranch
 
 

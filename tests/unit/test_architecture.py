@@ -57,9 +57,10 @@ WITHOUT_TORCH = (
     *(f"wan.utils.{name}" for name in ("env", "system", "files", "log", "trace")),
     *("wan.utils.compiler_cache", "wan.utils.text_streams"),
     *METERS.split(),
-    *(f"wan.checkpoint.{name}" for name in ("tensor_info", "config", "headers", "gguf", "layout")),
-    *(f"wan.checkpoint.{name}" for name in ("keymaps", "prefixes", "w8a8_export")),
-    *(f"wan.checkpoint.{name}" for name in ("lora", "lora_names", "lora_deltas", "lora_reader")),
+    *(f"wan.checkpoint.{name}" for name in ("config", "layout", "quant.w8a8_export")),
+    *(f"wan.checkpoint.formats.{name}" for name in ("tensor_info", "headers", "gguf")),
+    *(f"wan.checkpoint.names.{name}" for name in ("keymaps", "prefixes")),
+    *(f"wan.checkpoint.lora.{name}" for name in ("resolve", "names", "deltas", "reader")),
     "wan.media",
     "wan.guidance",
     "wan.tasks",
@@ -357,7 +358,11 @@ def test_import_wan_is_light() -> None:
     assert process.stdout.strip() == "False set()" and process.returncode == 0, process.stderr
 
 
-FOR_PROGRAMS = ("wan.app.programs", "wan.checkpoint.safetensors_stream", "wan.testing.measuring")
+FOR_PROGRAMS = (
+    "wan.app.programs",
+    "wan.checkpoint.formats.safetensors_stream",
+    "wan.testing.measuring",
+)
 """Modules that tools and benchmarks share."""
 
 

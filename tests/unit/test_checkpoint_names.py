@@ -23,14 +23,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.conftest import slow
-from wan.checkpoint.keymaps import rename_dit_to_diffusers, rename_t5_to_transformers
+from wan.checkpoint.formats.tensor_info import PICKLE_SUFFIXES, SAFETENSORS_SUFFIXES
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
-from wan.checkpoint.lora import resolve_loras
-from wan.checkpoint.lora_names import DIFFERENCES, NAMINGS, Naming, is_low_noise
-from wan.checkpoint.merge_lora import merge_loras
-from wan.checkpoint.prefixes import NETWORK_PREFIXES
-from wan.checkpoint.tensor_info import PICKLE_SUFFIXES, SAFETENSORS_SUFFIXES
+from wan.checkpoint.lora.merge import merge_loras
+from wan.checkpoint.lora.names import DIFFERENCES, NAMINGS, Naming, is_low_noise
+from wan.checkpoint.lora.resolve import resolve_loras
+from wan.checkpoint.names.keymaps import rename_dit_to_diffusers, rename_t5_to_transformers
+from wan.checkpoint.names.prefixes import NETWORK_PREFIXES
 from wan.modules import clip, t5
 from wan.modules.vae import video_vae
 from wan.settings.command import Loras

@@ -24,12 +24,12 @@ from tests.gguf_files import make_gguf_folders, write_vocabulary
 from tests.pipelines import resolve_plan
 from tests.unit.test_marks import quantise_state
 from tools.quantize_dit import quantize_checkpoint
-from wan.checkpoint.headers import read_file_headers
+from wan.checkpoint.formats.headers import read_file_headers
 from wan.checkpoint.layout import WAV2VEC2_FOLDER, inspect_checkpoint
 from wan.checkpoint.load import ModelSpec, open_sources
-from wan.checkpoint.lora import resolve_loras
-from wan.checkpoint.merge_lora import merge_loras
-from wan.checkpoint.w8a8_export import read_quantized_dit
+from wan.checkpoint.lora.merge import merge_loras
+from wan.checkpoint.lora.resolve import resolve_loras
+from wan.checkpoint.quant.w8a8_export import read_quantized_dit
 from wan.media.audio import Audio
 from wan.modules.audio_encoder import check_audio_encoder, extract_audio_features
 from wan.modules.t5 import choose_text_encoder_dtypes, load_tokenizer, read_text_encoder_spec

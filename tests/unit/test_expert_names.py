@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from wan.checkpoint.expert_names import detect_experts
+from wan.checkpoint.names.expert_names import detect_experts
 
 HIGH, LOW = "high_noise", "low_noise"
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from tests.refusals import check_refusals
 from wan import device
 from wan.checkpoint.load import open_sources, read_headers
-from wan.checkpoint.merge_lora import merge_loras
+from wan.checkpoint.lora.merge import merge_loras
 from wan.pipeline.batch import Batch, Job
 from wan.pipeline.denoise import DenoisingLoop, NeverCancelled, compute_model_kwargs
 from wan.pipeline.pipeline import Experts, LazyModule

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint.headers import (
+from wan.checkpoint.formats.headers import (
     compute_fingerprint,
     is_further_shard,
     list_shards,
 )
-from wan.checkpoint.safetensors_header import read_safetensors_header
-from wan.checkpoint.tensor_info import TensorInfo
+from wan.checkpoint.formats.safetensors_header import read_safetensors_header
+from wan.checkpoint.formats.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 
 Header = dict[str, Any]

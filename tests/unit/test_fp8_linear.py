@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from tests.pipelines import build_quick_pipeline, generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_marks import encode_quant_metadata, quantise_state
-from wan.checkpoint.dequantise import convert_e4m3
-from wan.checkpoint.tensor_info import FP8
+from wan.checkpoint.formats.tensor_info import FP8
+from wan.checkpoint.quant.dequantise import convert_e4m3
 from wan.kernels.compiled_dequantise import CompiledDequantizer
 from wan.kernels.weight_only_linear import FP8Linear, WeightOnlyLinear, check_fp8_capability
 

@@ -31,13 +31,13 @@ from tests.conftest import slow
 from tests.gguf_files import dequantize, finish_gguf, get_quant_type, make_gguf_folders
 from tests.pipelines import build_quick_pipeline, count_owned_bytes, generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint.dequantise import TO_FLOAT, dequantize_gguf
-from wan.checkpoint.dit_shapes import convert_dit_tensors
-from wan.checkpoint.gguf import read_gguf_metadata
-from wan.checkpoint.headers import read_file_headers
+from wan.checkpoint.formats.gguf import read_gguf_metadata
+from wan.checkpoint.formats.headers import read_file_headers
+from wan.checkpoint.formats.tensor_info import GGUF
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
-from wan.checkpoint.tensor_info import GGUF
+from wan.checkpoint.names.dit_shapes import convert_dit_tensors
+from wan.checkpoint.quant.dequantise import TO_FLOAT, dequantize_gguf
 from wan.kernels.compiled_dequantise import CompiledDequantizer
 from wan.kernels.weight_only_linear import UpcastMemory, WeightOnlyLinear
 from wan.planner.measure import Planner

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from wan.checkpoint import keymaps
+from wan.checkpoint.names import keymaps
 from wan.modules.model import WanModel
 from wan.testing.random_checkpoint import TEXT_SIZES, VAE_22
 

@@ -18,7 +18,7 @@ from wan.checkpoint.config import (
     NETWORK_KEYS,
     detect_kind,
 )
-from wan.checkpoint.tensor_info import TensorInfo
+from wan.checkpoint.formats.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import FLAGS, GROUPS

@@ -20,16 +20,16 @@ from wan import WanT2V
 from wan.app.call_arguments import bind_arguments
 from wan.app.record import read_generation_config
 from wan.checkpoint.config import read_dit_config
-from wan.checkpoint.dit_shapes import restore_patch_axes
-from wan.checkpoint.headers import compute_fingerprint, read_json
+from wan.checkpoint.formats.headers import compute_fingerprint, read_json
+from wan.checkpoint.formats.safetensors_header import read_safetensors_header
+from wan.checkpoint.formats.tensor_info import TensorInfo
 from wan.checkpoint.layout import (
     WAV2VEC2_FOLDER,
     check_task,
     inspect_checkpoint,
     make_reference_checkpoint,
 )
-from wan.checkpoint.safetensors_header import read_safetensors_header
-from wan.checkpoint.tensor_info import TensorInfo
+from wan.checkpoint.names.dit_shapes import restore_patch_axes
 from wan.modules import audio_encoder
 from wan.planner import report
 from wan.planner.measure import Planner

@@ -22,15 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import gguf_files
 from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint import load
-from wan.checkpoint.headers import compute_fingerprint
-from wan.checkpoint.load import ModelSpec, open_sources, read_headers
-from wan.checkpoint.tensor_source import (
+from wan.checkpoint.formats.headers import compute_fingerprint
+from wan.checkpoint.formats.tensor_source import (
     TensorSource,
     TensorSources,
     concat_sources,
     materialize_tensors,
     owns_memory,
 )
+from wan.checkpoint.load import ModelSpec, open_sources, read_headers
 from wan.settings.errors import FileChangedError, InputError
 from wan.utils import system
 

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from tests.lora_files import PAIR, A, B, Q, make_pair, merge_file, rename_to_diffusers
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint import lora
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.load import open_sources
-from wan.checkpoint.lora import LoraFile, parse_lora_file
-from wan.checkpoint.merge_lora import merge_loras, open_lora_sources
+from wan.checkpoint.lora.merge import merge_loras, open_lora_sources
+from wan.checkpoint.lora.resolve import LoraFile, iter_lora_notices, parse_lora_file, resolve_loras
 from wan.settings.command import Loras
 from wan.settings.errors import FileChangedError, InputError
 
@@ -153,7 +152,7 @@ def test_two_experts_of_one_file_and_of_several(
         save_file(high | {key: x.clone() for key, x in low.items()}, both)  # whatever its name
         save_file(high, one)
         values = {"lora": (str(both),), "lora_high_noise": (f"{one}=-2",)}
-        loras = lora.resolve_loras(Loras(**values), pair_of_experts)
+        loras = resolve_loras(Loras(**values), pair_of_experts)
         for expert, factor in {"high_noise": -1.0, "low_noise": 4.0}.items():
             weight, changed = (
                 sources[f"{Q}.weight"].read(slice(None)).double()
@@ -162,7 +161,7 @@ def test_two_experts_of_one_file_and_of_several(
             exact = weight + factor * up.double() @ down.double()
             torch.testing.assert_close(changed, exact, **ROUNDED)
     with pytest.raises(InputError, match="both experts' tensors"):
-        lora.resolve_loras(Loras(lora_high_noise=(str(both),)), pair_of_experts)
+        resolve_loras(Loras(lora_high_noise=(str(both),)), pair_of_experts)
 
 
 Styles = Callable[..., dict[str, list[str]]]
@@ -182,14 +181,12 @@ def styles(pair_of_experts: Checkpoint, tmp_path: Path) -> Styles:
 
     def resolve_files(*names: str, task: str = "t2v", **flags: str) -> dict[str, list[str]]:
         values: dict[str, Any] = {flag: (make(name),) for flag, name in flags.items()}
-        loras = lora.resolve_loras(
-            Loras(**values | {"lora": tuple(map(make, names))}), pair_of_experts
-        )
+        loras = resolve_loras(Loras(**values | {"lora": tuple(map(make, names))}), pair_of_experts)
         files = {
             expert: [str(x.path.relative_to(tmp_path).with_suffix("")) for x in adapters]
             for expert, adapters in loras.items()
         }
-        lines = lora.iter_lora_notices(loras, task, recipe_has_pair=task == "t2v")
+        lines = iter_lora_notices(loras, task, recipe_has_pair=task == "t2v")
         return files | {"notices": [line for line in lines if "LoRA of" not in line]}
 
     return resolve_files
@@ -264,7 +261,7 @@ def test_a_file_that_changes_after_the_check(dense: Checkpoint, tmp_path: Path) 
     for use, mapped_before in product((merge_loras, open_lora_sources), (True, False)):
         path.unlink(missing_ok=True)
         save_file(PAIR, path)
-        adapters = lora.resolve_loras(Loras(lora=(str(path),)), dense)["dit"]
+        adapters = resolve_loras(Loras(lora=(str(path),)), dense)["dit"]
         mapped_source = source(use, adapters) if mapped_before else None
         os.truncate(path, 300)
         with pytest.raises(FileChangedError, match=r"x\.safetensors"):
@@ -383,8 +380,6 @@ def test_bad_paths(dense: Checkpoint, tmp_path: Path) -> None:
         "an expert of one network": Loras(lora_high_noise=(text,)),
         "an empty lora_dir": Loras(lora_dir=folder),
     }
-    messages = {
-        name: get_refusal(lora.resolve_loras, loras, dense) for name, loras in table.items()
-    }
-    messages["an export"] = get_refusal(lora.resolve_loras, Loras((f"{tmp_path}/X",)), dense, True)
+    messages = {name: get_refusal(resolve_loras, loras, dense) for name, loras in table.items()}
+    messages["an export"] = get_refusal(resolve_loras, Loras((f"{tmp_path}/X",)), dense, True)
     check_refusals("LoRA: places", messages, [r"(?<=file \().*(?=\); )"])

@@ -28,11 +28,11 @@ from tests.lora_files import (
 from tests.pipelines import build_quick_pipeline
 from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_marks import quantise_state
-from wan.checkpoint import lora
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.load import open_sources
-from wan.checkpoint.lora_deltas import list_factor_shapes
-from wan.checkpoint.merge_lora import merge_loras, open_lora_sources, read_lora_factors
+from wan.checkpoint.lora.deltas import list_factor_shapes
+from wan.checkpoint.lora.merge import merge_loras, open_lora_sources, read_lora_factors
+from wan.checkpoint.lora.resolve import collect_deltas, resolve_loras
 from wan.kernels.weight_only_linear import WeightOnlyLinear
 from wan.settings.command import Loras
 
@@ -41,7 +41,7 @@ TOLERANCE = 1e-6  # of the largest change of the weight
 
 def open_merged(path: Path, checkpoint: Checkpoint, strength: float = 1.0) -> Any:
     """The sources of the weights that a file changes."""
-    (adapter,) = lora.resolve_loras(Loras((f"{path}={strength}",)), checkpoint)["dit"]
+    (adapter,) = resolve_loras(Loras((f"{path}={strength}",)), checkpoint)["dit"]
     sources = merge_loras(open_sources(checkpoint.experts["dit"].tensors), [adapter])
     return {name: sources[name] for name in adapter.deltas}, adapter
 
@@ -67,7 +67,7 @@ def test_files_add_up_in_any_order(
         total += save_lycoris(kind, weights, Path(files[-1]), (Q,), "lycoris_")[name] - base
     tensors = dense.experts["dit"].tensors
     for order in (files, files[::-1]):
-        adapters = lora.resolve_loras(Loras(tuple(order)), dense)["dit"]
+        adapters = resolve_loras(Loras(tuple(order)), dense)["dit"]
         merged = merge_loras(open_sources(tensors), adapters)[name]
         check_merged({name: merged}, {name: total}, weights)
 
@@ -110,7 +110,7 @@ def test_beside_a_kept_weight(
         for name, merged in expected.items():
             delta = -0.5 * (merged - weights[name].double())
             changes[name] = changes.get(name, 0) + delta
-    deltas = lora.collect_deltas(adapters)
+    deltas = collect_deltas(adapters)
     base_sources = open_sources(dense.experts["dit"].tensors)
     generator = torch.Generator().manual_seed(0)
     for layer in LINEARS:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
 from wan.checkpoint.load import open_sources
-from wan.checkpoint.lora import resolve_loras
-from wan.checkpoint.merge_lora import merge_loras
+from wan.checkpoint.lora.merge import merge_loras
+from wan.checkpoint.lora.resolve import resolve_loras
+from wan.checkpoint.names.keymaps import rename_dit_to_diffusers
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.testing.random_checkpoint import make_checkpoint

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tests.lora_files import LINEARS, PAIR, Q, make_pair, merge_file, rename_to_diffusers
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint import lora
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
-from wan.checkpoint.lora_names import split_suffix
-from wan.checkpoint.lora_reader import LoraFile, LoraReader
-from wan.checkpoint.prefixes import find_shared_prefix, strip_prefixes
+from wan.checkpoint.lora.names import split_suffix
+from wan.checkpoint.lora.reader import LoraFile, LoraReader
+from wan.checkpoint.lora.resolve import iter_lora_notices, resolve_loras
+from wan.checkpoint.names.prefixes import find_shared_prefix, strip_prefixes
 from wan.settings.command import Loras
 
 DOTTED = (
@@ -52,7 +52,7 @@ def test_every_prefix_names_the_same_layers(
             tensors |= {names[0]: up.clone(), names[1]: down.clone()}
             expected[f"{layer}.weight"] = names
         save_file(tensors, path)
-        ((adapter,),) = lora.resolve_loras(Loras(lora=(str(path),)), dense).values()
+        ((adapter,),) = resolve_loras(Loras(lora=(str(path),)), dense).values()
         infos = {name: delta.infos for name, (delta,) in adapter.deltas.items()}
         if {name: tuple(x.name for x in group) for name, group in infos.items()} != expected:
             wrong.append(prefix)
@@ -235,9 +235,9 @@ def test_layers_of_an_image_input_that_the_network_lacks(
     path = tmp_path / "x.safetensors"
     image_pairs = make_pairs("diffusion_model.", *map(spell, IMAGE_LAYERS))
     save_file(image_pairs | make_pairs("diffusion_model.", spell(Q)), path)
-    loras = lora.resolve_loras(Loras(lora=(str(path),)), dense)
+    loras = resolve_loras(Loras(lora=(str(path),)), dense)
     assert [*loras["dit"][0].deltas] == [f"{Q}.weight"]
-    (line,) = [x for x in lora.iter_lora_notices(loras, "t2v", False) if "not used" in x]
+    (line,) = [x for x in iter_lora_notices(loras, "t2v", False) if "not used" in x]
     assert "6 tensors" in line and min(image_pairs) in line
     save_file(image_pairs, path)
     sentence = get_refusal(merge_file, path, dense)

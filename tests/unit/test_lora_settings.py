@@ -16,10 +16,10 @@ from torch import Tensor
 from tests.lora_files import PAIR, Q, make_pair, merge_file
 from tests.pipelines import resolve_argv
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint import lora
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.load import open_sources
-from wan.checkpoint.merge_lora import merge_loras
+from wan.checkpoint.lora.merge import merge_loras
+from wan.checkpoint.lora.resolve import resolve_loras
 from wan.settings.command import Loras
 
 V = "blocks.0.self_attn.v"
@@ -116,7 +116,7 @@ def check_factors(
 ) -> None:
     """The merged weights are the checkpoint's and a multiple of the pair."""
     plain = open_sources(checkpoint.experts[expert].tensors)
-    merged = merge_loras(plain, lora.resolve_loras(Loras(lora=(str(path),)), checkpoint)[expert])
+    merged = merge_loras(plain, resolve_loras(Loras(lora=(str(path),)), checkpoint)[expert])
     for layer, factor in factors.items():
         weight, actual = (x[f"{layer}.weight"].read(slice(None)).double() for x in (plain, merged))
         exact = weight + factor * up.double() @ down.double()

@@ -17,8 +17,8 @@ from tests.pipelines import build_quick_pipeline, generate_quick_latents
 from tests.unit.test_load import shift_tensors
 from tests.unit.test_residency import LAYERS, write_fp8_checkpoint, write_lora
 from tools.quantize_dit import quantize_checkpoint
-from wan.checkpoint.safetensors_stream import stream_safetensors
-from wan.checkpoint.tensor_source import owns_memory
+from wan.checkpoint.formats.safetensors_stream import stream_safetensors
+from wan.checkpoint.formats.tensor_source import owns_memory
 from wan.cli import main as generate
 from wan.modules.model import WanModel
 from wan.planner.measure import Planner

@@ -19,11 +19,11 @@ from torch import Tensor
 from tests.conftest import slow
 from tests.pipelines import build_quick_pipeline, generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint.keymaps import rename_t5_to_transformers
+from wan.checkpoint.formats.safetensors_header import read_safetensors_header
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
-from wan.checkpoint.quant_metadata import collect_network_tensors
-from wan.checkpoint.safetensors_header import read_safetensors_header
+from wan.checkpoint.names.keymaps import rename_t5_to_transformers
+from wan.checkpoint.quant.metadata import collect_network_tensors
 from wan.modules import t5
 from wan.settings.errors import InputError
 

@@ -22,9 +22,9 @@ from tests.checkpoint_files import (
     save_tensors,
 )
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint.keymaps import rename_t5_to_transformers
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
 from wan.checkpoint.load import ModelSpec
+from wan.checkpoint.names.keymaps import rename_t5_to_transformers
 from wan.modules import t5
 from wan.modules.vae import video_vae
 from wan.settings.command import NetworkFiles

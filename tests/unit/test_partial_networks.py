@@ -12,8 +12,8 @@ import torch
 
 from tests.checkpoint_files import add_prefix, load_tensors, read_values, save_tensors
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
+from wan.checkpoint.names.keymaps import rename_dit_to_diffusers
 from wan.settings.command import NetworkFiles
 from wan.settings.presets import PRESETS
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint.headers import read_file_headers
+from wan.checkpoint.formats.headers import read_file_headers
 from wan.checkpoint.load import DTYPES, open_sources
 from wan.settings.errors import InputError
 
@@ -255,7 +255,7 @@ def test_hostile_and_foreign_files(tmp_path: Path) -> None:
 def test_no_torch_is_imported(tmp_path: Path) -> None:
     torch.save({"x": BASE}, tmp_path / "x.pt")
     code = (
-        "import sys; from pathlib import Path; from wan.checkpoint import headers;"
+        "import sys; from pathlib import Path; from wan.checkpoint.formats import headers;"
         "print(*headers.read_file_headers(Path(sys.argv[1])), 'torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "x.pt")]

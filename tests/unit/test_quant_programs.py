@@ -18,14 +18,14 @@ from torch import Tensor
 from tests.checkpoint_files import are_equal, load_tensors, read_values
 from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_marks import float8_blocks
-from wan.checkpoint.headers import read_file_headers
-from wan.checkpoint.keymaps import (
+from wan.checkpoint.formats.headers import read_file_headers
+from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.load import read_headers
+from wan.checkpoint.names.keymaps import (
     rename_t5_to_transformers,
     rename_vae_to_diffusers,
 )
-from wan.checkpoint.layout import inspect_checkpoint
-from wan.checkpoint.load import read_headers
-from wan.checkpoint.quant_metadata import collect_network_tensors
+from wan.checkpoint.quant.metadata import collect_network_tensors
 from wan.settings.command import NetworkFiles
 
 ONES = torch.ones(2, 2)

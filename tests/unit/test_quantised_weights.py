@@ -29,7 +29,7 @@ from tools.quantize_dit import quantize_checkpoint
 from wan.app.resolve import make_setup
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import load_rotations
-from wan.checkpoint.w8a8_export import QuantizedDit, check_export_device, read_quantized_dit
+from wan.checkpoint.quant.w8a8_export import QuantizedDit, check_export_device, read_quantized_dit
 from wan.kernels.int8_linear import W8A8Linear, quantize_per_token
 from wan.modules.model import WanModel
 from wan.settings.errors import InputError

@@ -32,8 +32,8 @@ from tests.unit.test_marks import quantise_state
 from tools.quantize_dit import quantize_checkpoint
 from wan import WanTI2V
 from wan import device as devices
+from wan.checkpoint.formats.tensor_source import TensorSource
 from wan.checkpoint.load import keep_sources, load_weights
-from wan.checkpoint.tensor_source import TensorSource
 from wan.modules.animate import WanAnimateModel
 from wan.modules.s2v import WanModel_S2V
 from wan.modules.vace import VaceWanModel

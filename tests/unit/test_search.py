@@ -24,9 +24,9 @@ from tests.checkpoint_files import hold_same_networks, load_tensors, save_tensor
 from tests.lora_files import PAIR
 from tests.pipelines import build_quick_pipeline
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint.embedded_tokenizer import read_embedded_tokenizer
-from wan.checkpoint.keymaps import rename_t5_to_transformers
+from wan.checkpoint.formats.embedded_tokenizer import read_embedded_tokenizer
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
+from wan.checkpoint.names.keymaps import rename_t5_to_transformers
 from wan.modules import t5 as text
 from wan.planner import report
 from wan.planner.measure import Planner

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, UMT5EncoderModel
 
 from tests.conftest import Tiny, slow
 from tools import make_tiny_checkpoint
-from wan.checkpoint import keymaps
+from wan.checkpoint.names import keymaps
 from wan.settings.errors import InputError
 from wan.testing import random_checkpoint as made_by
 from wan.testing.random_checkpoint import make_checkpoint

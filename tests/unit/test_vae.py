@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.conftest import slow
 from tests.pipelines import build_cpu_pipeline
-from wan.checkpoint.keymaps import rename_vae_to_diffusers
+from wan.checkpoint.names.keymaps import rename_vae_to_diffusers
 from wan.modules.vae import network, tiles
 from wan.modules.vae.network import VERSIONS, Autoencoder
 from wan.modules.vae.video_vae import (

@@ -22,17 +22,17 @@ from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_marks import quantise_state
 from wan.app import flag_parser, resolve
 from wan.app.run import Run
-from wan.checkpoint import merge_lora
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
 from wan.checkpoint.load import open_sources
-from wan.checkpoint.lora import Lora
-from wan.checkpoint.lora_folder import (
+from wan.checkpoint.lora import merge as merge_lora
+from wan.checkpoint.lora.folder import (
     VideoLora,
     compute_lora_digest,
     find_lora_files,
     make_video_lora_record,
     resolve_video_loras,
 )
+from wan.checkpoint.lora.resolve import Lora
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.weight_only_linear import WeightOnlyLinear
 from wan.modules.lora_branch import LoraBranch, add_lora_branches, set_lora_branches

@@ -15,9 +15,9 @@ from torch import nn
 from tests.pipelines import resolve_plan
 from tests.unit.test_marks import quantise_state
 from wan.app.run import Run
+from wan.checkpoint.formats.tensor_info import TensorInfo
+from wan.checkpoint.formats.tensor_source import get_named_tensors
 from wan.checkpoint.load import make_dit_dtype_rule
-from wan.checkpoint.tensor_info import TensorInfo
-from wan.checkpoint.tensor_source import get_named_tensors
 from wan.pipeline import memory_estimate, weight_sizes
 from wan.pipeline.weight_transforms import install_weight_only_linears
 from wan.tasks.base import build_dit

@@ -24,7 +24,7 @@ from tools.demo.training import load_averaged_weights
 from tools.run_demo import I2V_PROMPT, PROMPTS
 from wan.app.flag_parser import Parser
 from wan.app.programs import run_program
-from wan.checkpoint import keymaps
+from wan.checkpoint.names import keymaps
 from wan.settings.errors import InputError
 from wan.testing.random_checkpoint import write_json, write_tokenizer
 from wan.utils.files import is_output, make_json_kind, write_folder

@@ -30,9 +30,9 @@ from tools.device_check.steps import (
     make_memory,
     make_time,
 )
+from wan.checkpoint.formats.tensor_source import TensorSource
 from wan.checkpoint.layout import make_reference_checkpoint
 from wan.checkpoint.load import UNSHARDED, load_weights, make_dit_dtype_rule
-from wan.checkpoint.tensor_source import TensorSource
 from wan.distributed import mesh
 from wan.distributed.fsdp import FsdpSharding
 from wan.distributed.mesh import ParallelGroups

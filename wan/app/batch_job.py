@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from wan.app import failures
 from wan.app.job import VideoJob
 from wan.app.run import PromptLine, Run, list_changed_settings
-from wan.checkpoint.headers import read_json
+from wan.checkpoint.formats.headers import read_json
 from wan.pipeline.batch import Batch, Job
 from wan.pipeline.pipeline import Pipeline
 from wan.settings.errors import InputError, NotFiniteError

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wan.app.run import Run, drop_paths_and_seed, list_changed_settings
-from wan.checkpoint.headers import compute_file_digest
-from wan.checkpoint.safetensors_header import read_safetensors_metadata
+from wan.checkpoint.formats.headers import compute_file_digest
+from wan.checkpoint.formats.safetensors_header import read_safetensors_metadata
 from wan.media import video_writer
 from wan.media.video_reader import decode_frames
 from wan.settings.errors import FileChangedError, InputError

@@ -20,7 +20,7 @@ from wan import device as devices
 from wan.app.call_arguments import Arguments, bind_arguments
 from wan.app.notices import make_demo_size_notices
 from wan.app.resolve import make_setup, resolve_params
-from wan.checkpoint.headers import compute_fingerprint
+from wan.checkpoint.formats.headers import compute_fingerprint
 from wan.checkpoint.layout import Checkpoint, check_task, inspect_checkpoint
 from wan.configs import WAN_CONFIGS
 from wan.distributed import mesh

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from wan.app.output import make_unfinished_paths, write_to_first_path
 from wan.app.run import PATH_SETTINGS, Run
-from wan.checkpoint import lora
-from wan.checkpoint.headers import read_json
-from wan.checkpoint.lora_folder import make_video_lora_record
-from wan.checkpoint.safetensors_header import read_safetensors_metadata
+from wan.checkpoint.formats.headers import read_json
+from wan.checkpoint.formats.safetensors_header import read_safetensors_metadata
+from wan.checkpoint.lora.folder import make_video_lora_record
+from wan.checkpoint.lora.resolve import make_lora_record
 from wan.media.video_writer import read_latents_shape
 from wan.pipeline.setup import Setup
 from wan.settings import noise_schedule
@@ -169,7 +169,7 @@ def write_record(
         },
         **({"boundary": boundary} if (boundary := run.boundary) is not None else {}),
         **_make_steps_record(run.params),
-        **({"lora": lora.make_lora_record(run.setup.loras)} if run.setup.loras else {}),
+        **({"lora": make_lora_record(run.setup.loras)} if run.setup.loras else {}),
         **({"video_lora": video_loras} if video_loras else {}),
         **({"step_cache": cache} if (cache := pipeline.step_cache.make_record()) else {}),
         "seconds": {name: round(s, 3) for name, s in pipeline.stage_timer.seconds.items()},

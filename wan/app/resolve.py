@@ -30,8 +30,7 @@ from wan.app.prompt_file import resolve_prompt_file
 from wan.app.record import read_generation_config, read_lower_layers, record_settings
 from wan.app.run import INPUT_FILE_SETTINGS, InputFile, Run
 from wan.cache import policy
-from wan.checkpoint import lora, lora_folder, w8a8_export
-from wan.checkpoint.headers import compute_file_digest, is_folder
+from wan.checkpoint.formats.headers import compute_file_digest, is_folder
 from wan.checkpoint.layout import (
     Checkpoint,
     check_checkpoint_folder,
@@ -39,6 +38,9 @@ from wan.checkpoint.layout import (
     inspect_checkpoint,
     make_reference_checkpoint,
 )
+from wan.checkpoint.lora import folder as lora_folder
+from wan.checkpoint.lora.resolve import iter_lora_notices, resolve_loras
+from wan.checkpoint.quant import w8a8_export
 from wan.media.video_writer import check_latents_shape, read_latents_shape
 from wan.pipeline.memory_estimate import check_memory
 from wan.pipeline.setup import Setup
@@ -388,7 +390,7 @@ def make_setup(
         chip=chip,
         cache=options.cache,
         policy=policy.make_policy(options.cache, preset, checkpoint.folder),
-        loras=lora.resolve_loras(options.loras, checkpoint, quantized_folder is not None),
+        loras=resolve_loras(options.loras, checkpoint, quantized_folder is not None),
         lora_options=options.video_loras,
     )
     return setup, notices
@@ -458,7 +460,7 @@ def resolve_params(
     settings = settings.add_below(defaults)
     params = make_video_params(setup.preset, settings, image_size)
     recipes.check_svi_loras(params.chain, lora_files)
-    lora_notices = lora.iter_lora_notices(loras, setup.preset.kind, bool(recipe_names))
+    lora_notices = iter_lora_notices(loras, setup.preset.kind, bool(recipe_names))
     notices = (*recipes.make_recipe_notices(recipe_names, params, bool(lora_files)), *lora_notices)
     if "svi-2-pro" not in recipe_names:  # whose own notice is about shorter clips, too
         notices += make_length_notices(setup, params)

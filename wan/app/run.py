@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.headers import compute_fingerprint
-from wan.checkpoint.lora_folder import make_video_lora_record
+from wan.checkpoint.formats.headers import compute_fingerprint
+from wan.checkpoint.lora.folder import make_video_lora_record
 from wan.media.video_writer import load_latents
 from wan.pipeline.setup import Setup
 from wan.settings.command import Loras, Output, PlanOptions, PromptExtension

@@ -15,7 +15,7 @@ from typing import Any
 
 from wan.cache.policy import BRANCHES, ComputeChanges, StepLists, StepMask
 from wan.cache.residual import ResidualPolicy
-from wan.checkpoint.headers import read_json
+from wan.checkpoint.formats.headers import read_json
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.noise_tables import OFFICIAL_TABLE

@@ -9,8 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from wan.checkpoint.headers import read_json
-from wan.checkpoint.tensor_info import TensorInfo
+from wan.checkpoint.formats.headers import read_json
+from wan.checkpoint.formats.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.presets import MODEL_TYPES, PRESETS, Preset
 from wan.settings.sound import FIXED_CONFIG, INJECT_LAYERS

@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from wan.checkpoint.dit_shapes import restore_patch_axes
-from wan.checkpoint.expert_names import ExpertTag, detect_experts
-from wan.checkpoint.headers import (
+from wan.checkpoint.formats.headers import (
     is_further_shard,
     read_weight_headers,
 )
-from wan.checkpoint.network_names import (
+from wan.checkpoint.formats.pickle_header import ForeignPickleError
+from wan.checkpoint.formats.tensor_info import PICKLE_SUFFIXES, WEIGHT_FILES, TensorInfo
+from wan.checkpoint.names.dit_shapes import restore_patch_axes
+from wan.checkpoint.names.expert_names import ExpertTag, detect_experts
+from wan.checkpoint.names.network_names import (
     COMPONENTS,
     VACE_MODULE,
     OtherFormatError,
@@ -25,8 +27,6 @@ from wan.checkpoint.network_names import (
     find_networks,
     select_network,
 )
-from wan.checkpoint.pickle_header import ForeignPickleError
-from wan.checkpoint.tensor_info import PICKLE_SUFFIXES, WEIGHT_FILES, TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.values import list_names
 from wan.utils.files import find_link_error

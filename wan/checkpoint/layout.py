@@ -26,10 +26,8 @@ from wan.checkpoint.config import (
     read_dit_config,
 )
 from wan.checkpoint.discovery import WeightFile, WeightFinder, inspect_weights
-from wan.checkpoint.dit_shapes import convert_dit_tensors
-from wan.checkpoint.embedded_tokenizer import has_embedded_tokenizer
-from wan.checkpoint.expert_names import detect_experts
-from wan.checkpoint.headers import (
+from wan.checkpoint.formats.embedded_tokenizer import has_embedded_tokenizer
+from wan.checkpoint.formats.headers import (
     check_file_complete,
     has_diffusers_weights,
     is_folder,
@@ -37,15 +35,17 @@ from wan.checkpoint.headers import (
     read_folder_headers,
     read_weight_headers,
 )
-from wan.checkpoint.keymaps import rename_dit_to_diffusers, rename_dit_to_official
-from wan.checkpoint.network_names import COMPONENTS, VACE_MODULE, list_tensors
-from wan.checkpoint.partial_networks import (
+from wan.checkpoint.formats.tensor_info import WEIGHT_FILES, TensorInfo
+from wan.checkpoint.names.dit_shapes import convert_dit_tensors
+from wan.checkpoint.names.expert_names import detect_experts
+from wan.checkpoint.names.keymaps import rename_dit_to_diffusers, rename_dit_to_official
+from wan.checkpoint.names.network_names import COMPONENTS, VACE_MODULE, list_tensors
+from wan.checkpoint.quant.metadata import collect_network_tensors
+from wan.checkpoint.vace_modules import (
     add_t2v_presets,
     add_vace_module,
     find_vace_modules,
 )
-from wan.checkpoint.quant_metadata import collect_network_tensors
-from wan.checkpoint.tensor_info import WEIGHT_FILES, TensorInfo
 from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset

@@ -7,7 +7,7 @@ CPU a tensor that is stored in its final dtype and layout is not allocated: it i
 file, which must not be written (`materialize_tensors` replaces views by copies). Loading needs host
 memory for the network and a slice of one tensor. A `Sharding` selects the rows that each rank
 loads. A `WeightTransform` changes the sources of tensors: scaled FP8 values, int8 weights, or
-weights merged with LoRAs (`wan.checkpoint.merge_lora`).
+weights merged with LoRAs (`wan.checkpoint.lora.merge`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from wan.checkpoint.dequantise import (
-    dequantize_gguf,
-    dequantize_nvfp4,
-    multiply_by_block_scales,
-    untile_scales,
-)
-from wan.checkpoint.headers import read_weight_headers
-from wan.checkpoint.quant_metadata import collect_network_tensors
-from wan.checkpoint.tensor_info import FP8, GGUF, NVFP4, TensorInfo, view_as_bytes
-from wan.checkpoint.tensor_source import (
+from wan.checkpoint.formats.headers import read_weight_headers
+from wan.checkpoint.formats.tensor_info import FP8, GGUF, NVFP4, TensorInfo, view_as_bytes
+from wan.checkpoint.formats.tensor_source import (
     MappedFile,
     TensorSource,
     TensorSources,
@@ -43,7 +36,14 @@ from wan.checkpoint.tensor_source import (
     replace_by_mapped_views,
     watch_mapped_files,
 )
-from wan.checkpoint.w8a8_export import FP8_DYNAMIC, Export, QuantizedDit
+from wan.checkpoint.quant.dequantise import (
+    dequantize_gguf,
+    dequantize_nvfp4,
+    multiply_by_block_scales,
+    untile_scales,
+)
+from wan.checkpoint.quant.metadata import collect_network_tensors
+from wan.checkpoint.quant.w8a8_export import FP8_DYNAMIC, Export, QuantizedDit
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
 from wan.settings.values import format_value, list_names

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan.checkpoint.dequantise import split_scales
-from wan.checkpoint.tensor_info import FP8, GGUF
+from wan.checkpoint.formats.tensor_info import FP8, GGUF
+from wan.checkpoint.quant.dequantise import split_scales
 from wan.settings.numerics import get_slice_numel
 from wan.utils.log import logger, summarize_error
 from wan.utils.torch_private import set_up_compiler

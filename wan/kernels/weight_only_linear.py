@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan.checkpoint.dequantise import multiply_by_block_scales
+from wan.checkpoint.quant.dequantise import multiply_by_block_scales
 from wan.kernels.fp8 import E4M3_MAX
 from wan.kernels.int8_linear import multiply_padded
 from wan.kernels.interfaces import divide_exactly

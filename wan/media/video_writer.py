@@ -21,7 +21,7 @@ from subprocess import Popen
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from wan.checkpoint.safetensors_header import read_safetensors_header
+from wan.checkpoint.formats.safetensors_header import read_safetensors_header
 from wan.media.ffmpeg import (
     build_concat_args,
     build_output_args,

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan.checkpoint.keymaps import rename_clip_to_transformers
+from wan.checkpoint.formats.tensor_info import TensorInfo
+from wan.checkpoint.formats.tensor_source import TensorSource, TensorSources
 from wan.checkpoint.load import ModelSpec, describe_mismatch, read_headers
-from wan.checkpoint.tensor_info import TensorInfo
-from wan.checkpoint.tensor_source import TensorSource, TensorSources
+from wan.checkpoint.names.keymaps import rename_clip_to_transformers
 from wan.settings.errors import InputError
 
 IMAGE_SIZE = 224  # pixels

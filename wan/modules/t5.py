@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wan.checkpoint.embedded_tokenizer import UnigramVocab, read_embedded_tokenizer
-from wan.checkpoint.keymaps import rename_t5_to_transformers
+from wan.checkpoint.formats.embedded_tokenizer import UnigramVocab, read_embedded_tokenizer
 from wan.checkpoint.load import DtypeRule, ModelSpec, describe_mismatch, read_headers
+from wan.checkpoint.names.keymaps import rename_t5_to_transformers
 from wan.settings.errors import InputError
 from wan.utils.log import logger
 from wan.utils.system import limit_cpu_threads

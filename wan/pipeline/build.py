@@ -18,6 +18,7 @@ from torch import Tensor
 
 from wan.cache.policy import Cache
 from wan.checkpoint.config import S2VConfig
+from wan.checkpoint.formats.tensor_info import E4M3, FP8, GGUF
 from wan.checkpoint.load import (
     UNSHARDED,
     ModelSpec,
@@ -28,8 +29,7 @@ from wan.checkpoint.load import (
     make_dit_dtype_rule,
     open_sources,
 )
-from wan.checkpoint.merge_lora import merge_loras
-from wan.checkpoint.tensor_info import E4M3, FP8, GGUF
+from wan.checkpoint.lora.merge import merge_loras
 from wan.device import Device
 from wan.kernels.interfaces import Target
 from wan.kernels.registry import SelectedKernels, make_dense_kernel, select_kernels

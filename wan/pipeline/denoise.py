@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wan.cache.policy import Cache
-from wan.checkpoint.lora_folder import VideoLoras
+from wan.checkpoint.lora.folder import VideoLoras
 from wan.guidance.guider import make_guider, select_skipped_blocks
 from wan.guidance.nag import NormalizedAttention
 from wan.kernels.forward_context import CrossAttentionGuidance, StepInfo

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wan.checkpoint.load import DtypeRule, WeightTransform, copy_rows
-from wan.checkpoint.tensor_source import (
+from wan.checkpoint.formats.tensor_source import (
     TensorSource,
     TensorSources,
     owns_memory,
     replace_by_mapped_views,
 )
+from wan.checkpoint.load import DtypeRule, WeightTransform, copy_rows
 from wan.device import CopyStream
 from wan.settings.execution import count_block_buffers
 from wan.utils.log import make_progress_bar

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from wan.cache.policy import Cache
-from wan.checkpoint.tensor_source import materialize_tensors
+from wan.checkpoint.formats.tensor_source import materialize_tensors
 from wan.device import Device
 from wan.modules.t5 import TextEncoder
 from wan.modules.vae.video_vae import FrameCollector, Sink, VideoVAE

@@ -12,11 +12,11 @@ from typing import Any
 
 from wan.cache.policy import Policy
 from wan.checkpoint.config import BLOCK_PREFIXES
+from wan.checkpoint.formats.tensor_info import FP8, GGUF
 from wan.checkpoint.layout import Checkpoint
-from wan.checkpoint.lora import Lora
-from wan.checkpoint.lora_folder import VideoLoras
-from wan.checkpoint.tensor_info import FP8, GGUF
-from wan.checkpoint.w8a8_export import QuantizedDit, check_export_device
+from wan.checkpoint.lora.folder import VideoLoras
+from wan.checkpoint.lora.resolve import Lora
+from wan.checkpoint.quant.w8a8_export import QuantizedDit, check_export_device
 from wan.settings import attention, devices, parallel, rules, step_cache
 from wan.settings.attention import Attention
 from wan.settings.command import VideoLoraOptions

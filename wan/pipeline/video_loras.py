@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from wan.checkpoint.load import DtypeRule
-from wan.checkpoint.lora_folder import VideoLora, VideoLoras
-from wan.checkpoint.merge_lora import read_lora_factors
+from wan.checkpoint.lora.folder import VideoLora, VideoLoras
+from wan.checkpoint.lora.merge import read_lora_factors
 from wan.modules.lora_branch import LoraBranch, add_lora_branches, set_lora_branches
 from wan.utils.log import logger
 

@@ -16,16 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.config import BLOCK_PREFIXES, match_adapter
-from wan.checkpoint.headers import (
+from wan.checkpoint.formats.headers import (
     read_file_headers,
     read_folder_headers,
 )
-from wan.checkpoint.keymaps import rename_t5_to_transformers, rename_vae_to_diffusers
-from wan.checkpoint.lora import collect_deltas
-from wan.checkpoint.lora_deltas import WeightDelta, list_factor_shapes
-from wan.checkpoint.lora_folder import find_lora_files
-from wan.checkpoint.quant_metadata import collect_network_tensors
-from wan.checkpoint.tensor_info import (
+from wan.checkpoint.formats.tensor_info import (
     FLOATS,
     FP8,
     GGUF,
@@ -33,6 +28,11 @@ from wan.checkpoint.tensor_info import (
     get_tensor_alignment,
     view_as_bytes,
 )
+from wan.checkpoint.lora.deltas import WeightDelta, list_factor_shapes
+from wan.checkpoint.lora.folder import find_lora_files
+from wan.checkpoint.lora.resolve import collect_deltas
+from wan.checkpoint.names.keymaps import rename_t5_to_transformers, rename_vae_to_diffusers
+from wan.checkpoint.quant.metadata import collect_network_tensors
 from wan.pipeline.setup import Setup
 from wan.settings.numerics import keeps_fp32
 from wan.tasks.base import build_dit

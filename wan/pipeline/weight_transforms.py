@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from wan.checkpoint.dequantise import TO_FLOAT
+from wan.checkpoint.formats.tensor_info import E4M3, FP8, TensorInfo, view_as_bytes
+from wan.checkpoint.formats.tensor_source import TensorSources
 from wan.checkpoint.load import (
     DTYPES,
     WeightTransform,
@@ -17,11 +18,10 @@ from wan.checkpoint.load import (
     open_int8_sources,
     open_weight_only_sources,
 )
-from wan.checkpoint.lora_deltas import WeightDelta, list_factor_shapes
-from wan.checkpoint.merge_lora import merge_loras, open_lora_sources
-from wan.checkpoint.tensor_info import E4M3, FP8, TensorInfo, view_as_bytes
-from wan.checkpoint.tensor_source import TensorSources
-from wan.checkpoint.w8a8_export import Export
+from wan.checkpoint.lora.deltas import WeightDelta, list_factor_shapes
+from wan.checkpoint.lora.merge import merge_loras, open_lora_sources
+from wan.checkpoint.quant.dequantise import TO_FLOAT
+from wan.checkpoint.quant.w8a8_export import Export
 from wan.device import Device
 from wan.kernels.compiled_dequantise import CompiledDequantizer
 from wan.kernels.int8_linear import W8A8Linear

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from wan.cache.policy import BRANCHES
-from wan.checkpoint.dequantise import TO_FLOAT
+from wan.checkpoint.formats.tensor_info import FLOATS, GGUF, TensorInfo
 from wan.checkpoint.load import (
     DTYPES,
     UNSHARDED,
@@ -31,7 +31,7 @@ from wan.checkpoint.load import (
     check_names_and_shapes,
     make_dit_dtype_rule,
 )
-from wan.checkpoint.tensor_info import FLOATS, GGUF, TensorInfo
+from wan.checkpoint.quant.dequantise import TO_FLOAT
 from wan.device import Device, select_device
 from wan.distributed import mesh
 from wan.guidance.nag import NormalizedAttention

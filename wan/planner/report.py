@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from wan.app.run import Run
+from wan.checkpoint.formats.tensor_info import E4M3, TensorInfo
 from wan.checkpoint.layout import Checkpoint
-from wan.checkpoint.tensor_info import E4M3, TensorInfo
 from wan.modules import clip, t5
 from wan.modules.vae import video_vae
 from wan.pipeline.memory_estimate import Usage, query_gpu_memory

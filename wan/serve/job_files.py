@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from wan.checkpoint.headers import read_json
+from wan.checkpoint.formats.headers import read_json
 from wan.media.video_reader import read_video
 from wan.serve.fields import FIELD_NAMES, FOLDER, PICTURES, UPLOADS
 from wan.serve.folders import (

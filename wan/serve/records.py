@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.app.run import PATH_SETTINGS
-from wan.checkpoint.headers import read_json
+from wan.checkpoint.formats.headers import read_json
 from wan.serve.fields import FOLDER, UPLOADS
 from wan.serve.folders import JOB_ID, make_output_stem
 from wan.serve.journal import Journal

@@ -21,8 +21,8 @@ from starlette.routing import Route
 
 from wan.app.notices import has_random_weights
 from wan.app.run import Run
-from wan.checkpoint.lora_folder import describe_lora, find_lora_files
-from wan.checkpoint.tensor_info import FileState, read_file_state
+from wan.checkpoint.formats.tensor_info import FileState, read_file_state
+from wan.checkpoint.lora.folder import describe_lora, find_lora_files
 from wan.serve import fields, listing
 from wan.serve.bodies import call_by_size, count_file_bytes, read_body
 from wan.serve.events import MAX_LISTENERS, JobEvents

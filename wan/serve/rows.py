@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from wan.checkpoint.lora_folder import make_video_lora_record
+from wan.checkpoint.lora.folder import make_video_lora_record
 from wan.settings.removed import update_record
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
-    from wan.checkpoint.lora_folder import VideoLoras
+    from wan.checkpoint.lora.folder import VideoLoras
     from wan.media.audio import Audio
     from wan.modules.interfaces import ModelComponents
     from wan.modules.model import WanModel

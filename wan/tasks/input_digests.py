@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.headers import compute_file_digest
+from wan.checkpoint.formats.headers import compute_file_digest
 
 
 def hash_input(content: Any) -> str | None:

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from wan.checkpoint import keymaps
 from wan.checkpoint.layout import WAV2VEC2_FOLDER, make_reference_checkpoint
 from wan.checkpoint.load import build_on_meta_device
+from wan.checkpoint.names import keymaps
 from wan.modules.t5 import Umt5Encoder
 from wan.modules.vae.network import Autoencoder
 from wan.modules.vae.video_vae import LATENT_STATISTICS

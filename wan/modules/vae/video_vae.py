@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from wan.checkpoint.keymaps import rename_vae_to_diffusers
 from wan.checkpoint.load import ModelSpec, describe_mismatch, read_headers
+from wan.checkpoint.names.keymaps import rename_vae_to_diffusers
 from wan.modules.vae import tiles
 from wan.modules.vae.network import FRAMES_PER_LATENT, VERSIONS, Autoencoder
 from wan.modules.vae.rows import ALL_ROWS, Rows

@@ -14,13 +14,20 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wan.checkpoint.headers import (
+from wan.checkpoint.formats.headers import (
     list_shards,
     read_file_headers,
     read_scalars,
 )
-from wan.checkpoint.lora_deltas import LowRankMatrix, Matrix, StoredMatrix, WeightDelta
-from wan.checkpoint.lora_names import (
+from wan.checkpoint.formats.tensor_info import (
+    FLOATS,
+    FP8,
+    PICKLE_SUFFIXES,
+    SAFETENSORS_SUFFIXES,
+    TensorInfo,
+)
+from wan.checkpoint.lora.deltas import LowRankMatrix, Matrix, StoredMatrix, WeightDelta
+from wan.checkpoint.lora.names import (
     HIGH_NOISE_PREFIX,
     LOW_NOISE_PREFIX,
     PREFIXES,
@@ -32,15 +39,8 @@ from wan.checkpoint.lora_names import (
     map_parameter_spellings,
     split_suffix,
 )
-from wan.checkpoint.peft_settings import PeftSettings, read_peft_settings
-from wan.checkpoint.prefixes import find_shared_prefix, strip_prefixes
-from wan.checkpoint.tensor_info import (
-    FLOATS,
-    FP8,
-    PICKLE_SUFFIXES,
-    SAFETENSORS_SUFFIXES,
-    TensorInfo,
-)
+from wan.checkpoint.lora.peft_settings import PeftSettings, read_peft_settings
+from wan.checkpoint.names.prefixes import find_shared_prefix, strip_prefixes
 from wan.settings.errors import InputError
 from wan.settings.values import format_value, list_names
 from wan.utils.files import has_file
@@ -88,7 +88,7 @@ class _LoraLayer(NamedTuple):
 
     Attributes:
         module_names: The layer's name in the file without some or all of its prefixes.
-        tensors: By role (`lora_names`); a parameter that replaces the network's has its name.
+        tensors: By role (`names`); a parameter that replaces the network's has its name.
     """
 
     module_names: list[str]

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Literal
 
-from wan.checkpoint.tensor_info import TensorInfo
+from wan.checkpoint.formats.tensor_info import TensorInfo
 
 
 @dataclass(frozen=True)

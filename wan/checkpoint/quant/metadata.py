@@ -17,9 +17,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.network_names import add_once, check_format, has_scaled_int8, select_network
-from wan.checkpoint.safetensors_header import read_safetensors_metadata
-from wan.checkpoint.tensor_info import (
+from wan.checkpoint.formats.safetensors_header import read_safetensors_metadata
+from wan.checkpoint.formats.tensor_info import (
     E4M3,
     E5M2,
     FLOATS,
@@ -29,6 +28,12 @@ from wan.checkpoint.tensor_info import (
     NVFP4,
     SAFETENSORS_SUFFIXES,
     TensorInfo,
+)
+from wan.checkpoint.names.network_names import (
+    add_once,
+    check_format,
+    has_scaled_int8,
+    select_network,
 )
 from wan.settings.errors import InputError
 from wan.settings.json_text import parse_json

@@ -11,8 +11,8 @@ from typing import BinaryIO, TypeVar
 import torch
 from torch import Tensor, nn
 
-from wan.checkpoint.headers import make_file_gone_error
-from wan.checkpoint.tensor_info import FileState, get_tensor_alignment, read_file_state
+from wan.checkpoint.formats.headers import make_file_gone_error
+from wan.checkpoint.formats.tensor_info import FileState, get_tensor_alignment, read_file_state
 from wan.settings.errors import FileChangedError
 from wan.utils import system
 

@@ -14,12 +14,12 @@ from wan.checkpoint.config import (
     get_control_layers,
 )
 from wan.checkpoint.discovery import WeightFinder
-from wan.checkpoint.dit_shapes import convert_dit_tensors
-from wan.checkpoint.headers import read_weight_headers
-from wan.checkpoint.keymaps import rename_dit_to_official
-from wan.checkpoint.network_names import VACE_MODULE
-from wan.checkpoint.quant_metadata import collect_network_tensors
-from wan.checkpoint.tensor_info import TensorInfo
+from wan.checkpoint.formats.headers import read_weight_headers
+from wan.checkpoint.formats.tensor_info import TensorInfo
+from wan.checkpoint.names.dit_shapes import convert_dit_tensors
+from wan.checkpoint.names.keymaps import rename_dit_to_official
+from wan.checkpoint.names.network_names import VACE_MODULE
+from wan.checkpoint.quant.metadata import collect_network_tensors
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
 

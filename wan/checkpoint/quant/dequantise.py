@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wan.checkpoint.tensor_info import E4M3, E5M2, GGUF
+from wan.checkpoint.formats.tensor_info import E4M3, E5M2, GGUF
 
 
 def dequantize_gguf(qtype: str, data: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wan.checkpoint.tensor_info import MAX_AXES, FileState, TensorInfo
+from wan.checkpoint.formats.tensor_info import MAX_AXES, FileState, TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.values import format_value, list_names
 from wan.utils.files import open_regular_file

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint import gguf
-from wan.checkpoint.pickle_header import read_pickle_header
-from wan.checkpoint.safetensors_header import read_safetensors_header
-from wan.checkpoint.tensor_info import (
+from wan.checkpoint.formats import gguf
+from wan.checkpoint.formats.pickle_header import read_pickle_header
+from wan.checkpoint.formats.safetensors_header import read_safetensors_header
+from wan.checkpoint.formats.tensor_info import (
     PICKLE_SUFFIXES,
     SAFETENSORS_SUFFIXES,
     WEIGHT_FILES,

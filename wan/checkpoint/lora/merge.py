@@ -8,17 +8,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from wan.checkpoint.formats.tensor_info import TensorInfo
+from wan.checkpoint.formats.tensor_source import TensorSource, TensorSources
 from wan.checkpoint.load import DtypeRule, open_sources
-from wan.checkpoint.lora import Lora, collect_deltas
-from wan.checkpoint.lora_deltas import (
+from wan.checkpoint.lora.deltas import (
     LowRankMatrix,
     Matrix,
     WeightDelta,
     list_factor_shapes,
     list_kroneckers,
 )
-from wan.checkpoint.tensor_info import TensorInfo
-from wan.checkpoint.tensor_source import TensorSource, TensorSources
+from wan.checkpoint.lora.resolve import Lora, collect_deltas
 from wan.settings.errors import InputError
 
 _TILE_ROWS = 256  # rows per merge

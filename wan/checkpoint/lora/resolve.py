@@ -12,16 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.expert_names import EXPERTS, ExpertTag, detect_experts, find_expert_tags
-from wan.checkpoint.headers import compute_fingerprint, read_file_headers
+from wan.checkpoint.formats.headers import compute_fingerprint, read_file_headers
 from wan.checkpoint.layout import Checkpoint
-from wan.checkpoint.lora_deltas import WeightDelta
-from wan.checkpoint.lora_names import (
+from wan.checkpoint.lora.deltas import WeightDelta
+from wan.checkpoint.lora.names import (
     HIGH_NOISE_PREFIX,
     LOW_NOISE_PREFIX,
     names_both_experts,
 )
-from wan.checkpoint.lora_reader import MAX_ABS, Lora, LoraFile, LoraReader
+from wan.checkpoint.lora.reader import MAX_ABS, Lora, LoraFile, LoraReader
+from wan.checkpoint.names.expert_names import EXPERTS, ExpertTag, detect_experts, find_expert_tags
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.settings.values import expand_home, format_value, list_names, parse_number

@@ -14,12 +14,12 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.headers import compute_file_digest
+from wan.checkpoint.formats.headers import compute_file_digest
+from wan.checkpoint.formats.tensor_info import SAFETENSORS_SUFFIXES, read_file_state
 from wan.checkpoint.layout import Checkpoint
-from wan.checkpoint.lora import resolve_loras
-from wan.checkpoint.lora_deltas import StoredMatrix, WeightDelta
-from wan.checkpoint.lora_reader import Lora
-from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES, read_file_state
+from wan.checkpoint.lora.deltas import StoredMatrix, WeightDelta
+from wan.checkpoint.lora.reader import Lora
+from wan.checkpoint.lora.resolve import resolve_loras
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.settings.fields import build_from_values

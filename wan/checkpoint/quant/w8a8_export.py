@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wan.checkpoint.headers import is_folder, read_json
+from wan.checkpoint.formats.headers import is_folder, read_json
+from wan.checkpoint.formats.safetensors_header import read_safetensors_header
+from wan.checkpoint.formats.tensor_info import TensorInfo
 from wan.checkpoint.layout import EXPERT_FOLDERS, Checkpoint, DitFiles
-from wan.checkpoint.safetensors_header import read_safetensors_header
-from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
 from wan.utils.files import has_file

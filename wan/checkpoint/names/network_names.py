@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from wan.checkpoint.expert_names import EXPERTS, find_expert_tags
-from wan.checkpoint.lora_names import split_suffix
-from wan.checkpoint.prefixes import WRAPPERS
-from wan.checkpoint.tensor_info import FP8, GET_READ_FORMAT, TensorInfo
+from wan.checkpoint.formats.tensor_info import FP8, GET_READ_FORMAT, TensorInfo
+from wan.checkpoint.lora.names import split_suffix
+from wan.checkpoint.names.expert_names import EXPERTS, find_expert_tags
+from wan.checkpoint.names.prefixes import WRAPPERS
 from wan.settings.errors import InputError
 from wan.settings.values import list_names
 

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from wan.checkpoint.keymaps import (
+from wan.checkpoint.names.keymaps import (
     nest_animate2_block,
     rename_animate2_to_diffusers,
     rename_dit_to_diffusers,
 )
-from wan.checkpoint.prefixes import NETWORK_PREFIXES
+from wan.checkpoint.names.prefixes import NETWORK_PREFIXES
 
 
 class Naming(NamedTuple):

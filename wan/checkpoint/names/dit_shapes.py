@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
-from wan.checkpoint.tensor_info import FLOATS, TensorInfo
+from wan.checkpoint.formats.tensor_info import FLOATS, TensorInfo
 from wan.settings.errors import InputError
 
 _is_constant_tensor = re.compile(r"motion_encoder\..*\.kernel$").match  # the same in every file

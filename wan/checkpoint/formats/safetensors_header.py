@@ -11,7 +11,12 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from wan.checkpoint.tensor_info import GET_READ_FORMAT, MAX_AXES, TensorInfo, read_file_state
+from wan.checkpoint.formats.tensor_info import (
+    GET_READ_FORMAT,
+    MAX_AXES,
+    TensorInfo,
+    read_file_state,
+)
 from wan.settings.errors import InputError
 from wan.settings.json_text import DuplicateNameError, parse_json
 from wan.settings.values import format_value

@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wan.checkpoint.tensor_info import WEIGHT_FILES
+from wan.checkpoint.formats.tensor_info import WEIGHT_FILES
 
 EXPERTS = ("high_noise", "low_noise")
 _EXPERT_WORDS = {"high": "high_noise", "hn": "high_noise", "low": "low_noise", "ln": "low_noise"}

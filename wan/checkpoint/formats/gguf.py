@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wan.checkpoint.tensor_info import GGUF, MAX_AXES, TensorInfo, read_file_state
+from wan.checkpoint.formats.tensor_info import GGUF, MAX_AXES, TensorInfo, read_file_state
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 from wan.utils.files import open_regular_file

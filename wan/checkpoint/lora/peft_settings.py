@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.headers import read_json
-from wan.checkpoint.safetensors_header import read_safetensors_metadata
-from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES
+from wan.checkpoint.formats.headers import read_json
+from wan.checkpoint.formats.safetensors_header import read_safetensors_metadata
+from wan.checkpoint.formats.tensor_info import SAFETENSORS_SUFFIXES
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 from wan.utils.files import has_file

@@ -15,9 +15,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint import gguf
-from wan.checkpoint.safetensors_header import read_safetensors_header
-from wan.checkpoint.tensor_info import SAFETENSORS_SUFFIXES
+from wan.checkpoint.formats import gguf
+from wan.checkpoint.formats.safetensors_header import read_safetensors_header
+from wan.checkpoint.formats.tensor_info import SAFETENSORS_SUFFIXES
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 from wan.utils.files import open_regular_file

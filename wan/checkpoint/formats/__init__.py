@@ -1,0 +1,1 @@
+"""Reads the headers and the values of weight files: safetensors, GGUF, PyTorch."""

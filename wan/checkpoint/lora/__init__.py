@@ -1,0 +1,1 @@
+"""Reads LoRA files as weight deltas, and merges or separates them."""

@@ -1,0 +1,1 @@
+"""The names of tensors, networks and experts in files of all programs."""

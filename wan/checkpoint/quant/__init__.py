@@ -1,0 +1,1 @@
+"""Reads quantized weights: scales and formats of layers, exports, values."""
