@@ -67,9 +67,7 @@ def find_expert_tags(name: str) -> list[ExpertTag]:
             expert, num_words, has_noise = EXPERTS[text[0] == "l"], 2, True
         elif text in _EXPERT_WORDS:
             expert = _EXPERT_WORDS[text]
-            is_before_word = next_word.isalpha() and next_word not in ("v", "lora")
-            has_own_capitals = match[0].isupper() and next_match and not next_match[0].isupper()
-            is_ambiguous = is_before_word and (is_adjacent or not has_own_capitals)
+            is_ambiguous = next_match is not None and _may_describe(match, next_match)
         elif text in _SHORT_WORDS and not (is_adjacent and next_word.isdecimal()):  # not H264
             expert, is_ambiguous = _SHORT_WORDS[text], True
         if expert is not None:
@@ -78,6 +76,14 @@ def find_expert_tags(name: str) -> list[ExpertTag]:
             text = spaced[match.start() : last.end()]
             tags.append(ExpertTag(expert, text, other_words, has_noise, is_ambiguous))
     return tags
+
+
+def _may_describe(word: re.Match[str], next_word: re.Match[str]) -> bool:
+    """Returns whether "high" or "low" may describe the next word, as in `high_quality`."""
+    if not next_word[0].isalpha() or next_word[0].lower() in ("v", "lora"):
+        return False
+    has_own_capitals = word[0].isupper() and not next_word[0].isupper()
+    return next_word.start() == word.end() or not has_own_capitals
 
 
 def _normalize_words(matches: Sequence[re.Match[str]]) -> tuple[str, ...]:
