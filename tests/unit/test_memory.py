@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.pipelines import resolve_plan
+from tests.pipelines import estimate_run, resolve_plan
 from tests.refusals import get_refusal
 from wan.app.resolve import make_setup
-from wan.app.run import Run
 from wan.checkpoint.layout import make_reference_checkpoint
 from wan.pipeline import memory_estimate
 from wan.pipeline.setup import Setup
@@ -196,11 +195,6 @@ def test_the_largest_block_of_vace_has_two_buffers() -> None:
         expected, run = vace_bytes(resident), resolve_plan(*flags, resident)
         estimated = estimate_run(run)["denoising"]["DiT weights"]
         assert 0.95 * expected <= estimated <= expected
-
-
-def estimate_run(run: Run) -> dict[str, memory_estimate.Usage]:
-    sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
-    return memory_estimate.compute_stage_memory(run.setup, run.params, sizes)
 
 
 def estimate_stages(*flags: object) -> dict[str, memory_estimate.Usage]:
