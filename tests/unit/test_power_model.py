@@ -68,6 +68,12 @@ def test_published_row() -> None:
         assert row.seconds == pytest.approx(measured, rel=0.003)
 
 
+def test_many_layers_are_extrapolated() -> None:
+    layer = PUBLISHED_WORK.list_layer_work(MODES[0], 1, Constants())
+    seconds = [power_model.simulate_layers(layer, count, Constants())[0] for count in (400, 4000)]
+    assert seconds[1] == pytest.approx(10 * seconds[0], rel=0.02)
+
+
 def test_power_below_the_limit_is_not_throttled() -> None:
     constants = Constants(pfa=0.99)
     predictions = power_model.predict_modes(PUBLISHED_WORK, constants)
