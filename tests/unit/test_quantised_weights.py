@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.run_options import read_run_options
 
+REPO = Path(__file__).parents[2]
 DESCRIPTION = "quant_model_description_w8a8_dynamic.json"
 WEIGHTS = "quant_model_weight_w8a8_dynamic.safetensors"
 FOLDERS = {True: ("high_noise_model", "low_noise_model"), False: (".",)}
@@ -183,6 +186,24 @@ def test_tool_is_ended_while_it_reads(
         text = capsys.readouterr().err
         assert message in text and "--out" not in text
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_tool_terminated(tiny: Any, tmp_path: Path) -> None:
+    """The process is terminated while it reads a tensor from a slow disk."""
+    script = (
+        "import runpy, sys, time, safetensors\n"
+        "safetensors.safe_open = lambda *_, **__: (print('reading', flush=True), time.sleep(60))\n"
+        "sys.argv[0] = 'tools/quantize_dit.py'\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    argv = [sys.executable, "-c", script, "--ckpt_dir", tiny("t2v-1.3B"), "--out", tmp_path / "q"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=REPO) as run:
+        assert run.stdout is not None and run.stdout.readline() == b"reading\n"
+        assert all(path.name.startswith(".") for path in tmp_path.iterdir())
+        run.terminate()
+        assert run.wait(timeout=30) == 143
+    assert not list(tmp_path.iterdir())
 
 
 # --- refusals
