@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.dist import Ranks, make_rank_envs
 from wan.cli import main as generate
 from wan.metering import meter, rapl
 from wan.metering.meter import (
@@ -344,3 +346,22 @@ def test_a_run_on_the_cpu(tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert generate.main([*argv, "--save_file", str(plain)]) == 0
     assert "power" not in json.loads(plain.with_suffix(".json").read_text())
     assert "Power" not in capfd.readouterr().out
+
+
+def generate_each(arguments: list[list[str]]) -> int:
+    """Runs generate.py on a rank with the arguments for that rank."""
+    return generate.main(arguments[int(os.environ["RANK"])])
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_ranks(tiny, tmp_path: Path) -> None:
+    out = tmp_path / "v.mp4"
+    argv = ["--task", "t2v-1.3B", "--ckpt_dir", str(tiny("t2v-1.3B")), *QUICK]
+    argv += ["--save_file", str(out)]
+    with Ranks(make_rank_envs(2), generate_each, [[*argv, "--power"]] * 2) as ranks:
+        assert ranks.wait_for_exit(120) == [0, 0], ranks.format_outputs()
+        check_metered(out, "".join(ranks.texts))
+    with Ranks(make_rank_envs(2), generate_each, [argv, [*argv, "--power"]]) as ranks:
+        assert ranks.wait_for_exit(120) == [2, 2], ranks.format_outputs()
+        assert any("--power is True, but False on rank 0" in line for line in ranks.lines())

@@ -17,6 +17,7 @@ from tests.conftest import Tiny, slow
 from tools import make_tiny_checkpoint
 from wan.checkpoint.names import keymaps
 from wan.settings.errors import InputError
+from wan.testing import random_checkpoint as made_by
 from wan.testing.random_checkpoint import make_checkpoint
 
 LAYOUTS = ("official", "diffusers")
@@ -187,4 +188,15 @@ def test_unknown_words_are_refused_with_the_known_ones(tmp_path: Path):
     for wrong in ({"task": "v2v-14B"}, {"layout": "comfy"}, {"dtype": "fp16"}):
         with pytest.raises(ValueError, match=r"unknown here; choose one of \w+"):
             make_checkpoint(**({"task": "t2v-A14B", "out": tmp_path / "x"} | wrong))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch):
+    def interrupt(*_: object) -> None:
+        assert relative_files(tmp_path), "interrupted too early to prove anything"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(made_by, "write_tokenizer", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make_checkpoint("t2v-1.3B", tmp_path / "tiny")
     assert not list(tmp_path.iterdir())
