@@ -63,6 +63,8 @@ def are_equal(tensors: Tensors, expected: Tensors) -> bool:
 
 
 def hold_same_networks(checkpoint: Checkpoint, expected: Checkpoint) -> bool:
-    """Returns whether all networks of two checkpoints have the same values."""
+    """Returns whether two checkpoints have one configuration, and the same values."""
+    if (checkpoint.kind, checkpoint.config) != (expected.kind, expected.config):
+        return False
     actual, wanted = read_networks(checkpoint), read_networks(expected)
     return actual.keys() == wanted.keys() and all(are_equal(actual[x], wanted[x]) for x in wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,8 +15,9 @@ from wan.app.run import Run
 from wan.checkpoint.formats.tensor_source import owns_memory
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.device import select_device
-from wan.pipeline import build
+from wan.pipeline import build, memory_estimate
 from wan.pipeline.pipeline import Pipeline
+from wan.planner.measure import Planner
 from wan.settings.errors import COMMAND_LINE_NAMING
 from wan.settings.layers import Layer, read_layer
 from wan.settings.presets import PRESETS
@@ -75,6 +77,22 @@ def generate_quick_latents(folder: Path, *argv: str) -> Tensor:
     """Generates the latents of a short command line."""
     run, pipeline = build_quick_pipeline(folder, *argv)
     return pipeline.generate_latents(run.params)
+
+
+def make_experts(network: Any) -> Any:
+    """Returns a loop's experts, each of which is this network."""
+    return SimpleNamespace(get=lambda _: network, prefetch=lambda _: None)
+
+
+def estimate_run(run: Run) -> dict[str, memory_estimate.Usage]:
+    """Returns the memory of a run's stages as it is estimated before it is loaded."""
+    sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
+    return memory_estimate.compute_stage_memory(run.setup, run.params, sizes)
+
+
+def plan_stages(run: Run) -> dict[str, memory_estimate.Usage]:
+    """Returns the memory of a run's stages as a plan measures it."""
+    return Planner(run.setup, run.params).compute_stage_memory()
 
 
 def count_owned_bytes(network: nn.Module) -> int:

@@ -15,7 +15,8 @@ from torch import nn
 from tests.conftest import slow
 from tests.pipelines import build_quick_pipeline, generate_quick_latents
 from tests.unit.test_load import shift_tensors
-from tests.unit.test_residency import LAYERS, write_fp8_checkpoint, write_lora
+from tests.unit.test_marks import write_quantised_checkpoint
+from tests.unit.test_residency import LAYERS, write_lora
 from tools.quantize_dit import quantize_checkpoint
 from wan.checkpoint.formats.safetensors_stream import stream_safetensors
 from wan.checkpoint.formats.tensor_source import owns_memory
@@ -74,7 +75,7 @@ def test_a_plan_tells_what_is_allocated_from_what_is_mapped(
 ) -> None:
     folder, argv = tiny("t2v-1.3B"), (*BF16, "--task", "t2v-1.3B", *argv)
     if case == "FP8":
-        folder = write_fp8_checkpoint(folder, tmp_path / "fp8")
+        folder = write_quantised_checkpoint(folder, tmp_path / "fp8")
     elif case == "int8":
         argv = (*argv, "--quant_dit_path", str(quantize_checkpoint(folder, tmp_path / "export")))
     elif case == "LoRA":

@@ -127,6 +127,13 @@ def quantise_state(
     return stored, dequantised
 
 
+def write_quantised_checkpoint(source: Path, out: Path, form: str = "float8") -> Path:
+    """Copies a checkpoint of one network, with the weights of its blocks quantised."""
+    file = Path(shutil.copytree(source, out)) / "diffusion_pytorch_model.safetensors"
+    save_file(quantise_state(load_file(file), form)[0], file)
+    return out
+
+
 def save_and_collect(path: Path, tensors: Mapping[str, Tensor], **metadata: str) -> dict[str, Any]:
     """Saves the tensors and returns the network tensors that the loader finds in the file."""
     save_file(dict(tensors), path, metadata)
@@ -193,10 +200,7 @@ def test_formats_in_the_metadata_of_a_file_with_a_prefix(
 
 
 def test_products_in_fp8_need_e4m3(tiny: Any, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "checkpoint"))
-    file = folder / "diffusion_pytorch_model.safetensors"
-    stored, _ = quantise_state(load_file(file), "float8 e5m2")
-    save_file(stored, file)
+    folder = write_quantised_checkpoint(tiny("t2v-1.3B"), tmp_path / "x", "float8 e5m2")
     flags = "--task", "t2v-1.3B", "--stored_weights", "multiply"
     message = get_refusal(build_quick_pipeline, folder, *flags)
     check_refusals("marks: E5M2", {"multiply": message})

@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.pipelines import resolve_plan
+from tests.pipelines import estimate_run, resolve_plan
 from tests.refusals import get_refusal
 from wan.app.resolve import make_setup
-from wan.app.run import Run
 from wan.checkpoint.layout import make_reference_checkpoint
 from wan.pipeline import memory_estimate
 from wan.pipeline.setup import Setup
@@ -139,11 +138,20 @@ peak = system.read_peak_memory()
 print(peak.anonymous - before[0], peak.mapped - before[1], peak.resident >= peak.anonymous)
 print(peak.summary())
 print(peak.to_record())
+pieces = [bytearray(b"x") * 100_000 for _ in range(1000)]
+last = bytearray(b"x") * 100_000  # allocated last, so that the end of the heap stays in use
+del pieces
+freed = now("RssAnon")
+system.trim_heap()
+print(freed - now("RssAnon"))
 """
 
 
-def test_peaks_tell_allocated_from_mapped(tmp_path: Path) -> None:
-    """Peaks include memory that is freed later; /proc/self/status has current values only."""
+def test_memory_of_a_process(tmp_path: Path) -> None:
+    """Peaks tell allocated from mapped memory, and include what is freed later, which goes back.
+
+    /proc/self/status has current values only.
+    """
     file = tmp_path / "file"
     file.write_bytes(bytes(48 << 20))
     command = [sys.executable, "-c", PEAKS, str(file)]
@@ -152,29 +160,7 @@ def test_peaks_tell_allocated_from_mapped(tmp_path: Path) -> None:
     assert int(anonymous) == pytest.approx(80 << 20, rel=0.03)
     assert int(mapped) == pytest.approx(48 << 20, rel=0.03)
     assert holds == "True" and "allocated" in lines[1] and "host_mapped" in lines[2]
-
-
-TRIMMED = """
-from pathlib import Path
-from wan.utils import system
-
-def anonymous():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-
-pieces = [bytearray(b"x") * 100_000 for _ in range(1000)]
-last = bytearray(b"x") * 100_000  # allocated last, so that the end of the heap stays in use
-del pieces
-before = anonymous()
-system.trim_heap()
-print(before - anonymous())
-"""
-
-
-def test_freed_memory_goes_back_to_the_system() -> None:
-    command = [sys.executable, "-c", TRIMMED]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert int(output) > 80_000_000
+    assert int(lines[3]) > 80_000_000
 
 
 def vace_bytes(resident: int) -> float:
@@ -196,11 +182,6 @@ def test_the_largest_block_of_vace_has_two_buffers() -> None:
         expected, run = vace_bytes(resident), resolve_plan(*flags, resident)
         estimated = estimate_run(run)["denoising"]["DiT weights"]
         assert 0.95 * expected <= estimated <= expected
-
-
-def estimate_run(run: Run) -> dict[str, memory_estimate.Usage]:
-    sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
-    return memory_estimate.compute_stage_memory(run.setup, run.params, sizes)
 
 
 def estimate_stages(*flags: object) -> dict[str, memory_estimate.Usage]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint_files import add_prefix, load_tensors, read_values, save_tensors
+from tests.checkpoint_files import add_prefix, hold_same_networks, load_tensors, save_tensors
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
+from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.names.keymaps import rename_dit_to_diffusers
 from wan.settings.command import NetworkFiles
 from wan.settings.presets import PRESETS
@@ -51,16 +51,6 @@ def split_vace(source: Path, folder: Path, modules: Path, task: str) -> dict[str
     return files
 
 
-def hold_same_tensors(checkpoint: Checkpoint, expected: Checkpoint) -> bool:
-    for expert, network in expected.experts.items():
-        actual, wanted = (read_values(x.tensors) for x in (checkpoint.experts[expert], network))
-        if actual.keys() != wanted.keys() or not all(
-            torch.equal(actual[name], wanted[name]) for name in wanted
-        ):
-            return False
-    return (checkpoint.kind, checkpoint.config) == (expected.kind, expected.config)
-
-
 @pytest.mark.parametrize("task", ["vace-1.3B", "vace-A14B"])
 def test_control_blocks_beside_a_t2v_network(task: str, tiny: Any, tmp_path: Path) -> None:
     """Given with the DiT's flag, with the base given by it, or both in the folder."""
@@ -70,10 +60,10 @@ def test_control_blocks_beside_a_t2v_network(task: str, tiny: Any, tmp_path: Pat
     whole = inspect_checkpoint(tiny(task), presets=presets)
     flags = {expert if expert == "dit" else f"dit_{expert}": x for expert, x in files.items()}
     given = NetworkFiles(**flags)
-    assert hold_same_tensors(inspect_checkpoint(folder, given, presets), whole)
-    assert hold_same_tensors(inspect_checkpoint(folder, given), whole)  # the task is detected
+    assert hold_same_networks(inspect_checkpoint(folder, given, presets), whole)
+    assert hold_same_networks(inspect_checkpoint(folder, given), whole)  # the task is detected
     assert inspect_checkpoint(folder).kind == "t2v"
-    assert hold_same_tensors(inspect_checkpoint(tiny(task), given, presets), whole)
+    assert hold_same_networks(inspect_checkpoint(tiny(task), given, presets), whole)
     together = tmp_path / "together"
     for path in folder.iterdir():
         copy = shutil.copytree if path.is_dir() else shutil.copy
@@ -86,7 +76,7 @@ def test_control_blocks_beside_a_t2v_network(task: str, tiny: Any, tmp_path: Pat
     base = {x.replace("dit_", ""): y for x, y in flags.items()}
     base = {x: folder if x == "dit" else folder / f"{x}_model" for x in base}
     given = NetworkFiles(**{x if x == "dit" else f"dit_{x}": y for x, y in base.items()})
-    assert hold_same_tensors(inspect_checkpoint(together, given, presets), whole)
+    assert hold_same_networks(inspect_checkpoint(together, given, presets), whole)
 
 
 def test_other_parts_are_refused(tiny: Any, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from transformers import CLIPVisionModel
 
 from tests.frames import read_frames
-from tests.pipelines import build_cpu_pipeline
+from tests.pipelines import build_cpu_pipeline, make_experts
 from tests.refusals import check_refusals, get_refusal
 from wan.guidance.guider import combine_linearly
 from wan.kernels.forward_context import StepInfo
@@ -119,7 +119,7 @@ def test_damaged_clip_files_are_refused(tiny, tmp_path: Path) -> None:
 
 
 def test_i2v_channels() -> None:
-    """4 mask channels (1 for the given frame), then the encoded [image, grey, grey, ...]."""
+    """4 mask channels, then the encoded [image, grey, grey, ...]."""
     r, image, videos = request("i2v-A14B", image_size=(200, 150)), noise(200, 150), []
 
     def encode(video: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,6 @@ def test_i2v_channels() -> None:
     width, height = r.video_size
     assert r.video_size == (80, 64)
     assert y.shape == (20, 3, height // 8, width // 8)
-    assert (y[:4, 0] == 1).all() and (y[:4, 1:] == 0).all() and (y[4:] == 0.5).all()
     (video,) = videos
     assert video.shape == (3, 9, height, width) and (video[:, 1:] == 0).all()
     source = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255 * 2 - 1
@@ -149,20 +148,6 @@ def test_ti2v_covers_and_crops() -> None:
     torch.testing.assert_close(frame[:, 0], expected, atol=1e-6, rtol=0)
 
 
-def test_ti2v_holds_the_first_frame_at_timestep_zero() -> None:
-    r = request("ti2v-5B", image_size=(96, 64), frame_num=13)
-    first = torch.full((48, 1, 4, 6), 7.0)
-    conditions = prepare(r, noise(96, 64), lambda video: first)
-    assert conditions.y is None and (conditions.initial_latents[:, :1] == 7).all()
-    plain = prepare(request("ti2v-5B", frame_num=13), None, None).initial_latents
-    assert torch.equal(conditions.initial_latents[:, 1:], plain[:, 1:])
-    t = conditions.make_model_timesteps(torch.tensor(900))
-    assert t.shape == (1, 4 * 2 * 3) and t.dtype == torch.float32
-    assert (t[0, :6] == 0).all() and (t[0, 6:] == 900).all()
-    fixed = conditions.restore_fixed_frames(torch.zeros(48, 4, 4, 6))
-    assert (fixed[:, :1] == 7).all() and (fixed[:, 1:] == 0).all()
-
-
 def test_official_share_of_the_experts() -> None:
     """A timestep at the boundary itself is high noise."""
     for (task, high), solver in product((("t2v-A14B", 26), ("i2v-A14B", 15)), ("unipc", "dpm++")):
@@ -174,20 +159,18 @@ def test_official_share_of_the_experts() -> None:
     assert select_expert(999, None) == "dit"
 
 
-def test_guidance_formula() -> None:
-    """Without guidance the other branch is not computed."""
-    results = {"cond": torch.full((2,), 2.0), "uncond": torch.full((2,), 0.5)}
+def test_without_guidance_the_other_branch_is_not_computed() -> None:
+    """At any step, with and without a function that runs both branches."""
+    latents, step = torch.zeros(2), StepInfo(0, 1, "cond", "dit", (1, 1, 1), 1)
+    inputs = DenoiseInputs(latents, latents, latents)
 
     def network(x: list[torch.Tensor], *_: object, step: StepInfo, **__: object) -> Any:
-        return [results[step.branch]]
+        assert step.branch == "cond"
+        return [x[0] + 2]
 
-    latents, step = torch.zeros(2), StepInfo(0, 1, "cond", "dit", (1, 1, 1), 1)
-    arguments = network, latents, torch.zeros(1), DenoiseInputs(latents, latents, latents), step
     for run_branches in (None, lambda branch: (branch("cond"), branch("uncond"))):
-        prediction = StepPrediction(*arguments, run_branches)
-        assert prediction.guide(4, combine_linearly).tolist() == [6.5, 6.5]
-    del results["uncond"]
-    assert prediction.guide(1, combine_linearly).tolist() == [2, 2]
+        prediction = StepPrediction(network, latents, torch.zeros(1), inputs, step, run_branches)
+        assert prediction.guide(1, combine_linearly).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(("broken_step", "reported_step"), [(0, 1), (1, 3), (2, 3)])
@@ -200,10 +183,6 @@ def test_latents_that_are_not_finite_make_no_video(broken_step: int, reported_st
 
     with pytest.raises(NotFiniteError, match=f"after step {reported_step} of 3"):
         DenoisingLoop(params, prepare(params, None, None)).advance(make_experts(network))
-
-
-def make_experts(network: Any) -> Any:
-    return SimpleNamespace(get=lambda _: network, prefetch=lambda _: None)
 
 
 def find_tensors(value: Any) -> Iterator[torch.Tensor]:

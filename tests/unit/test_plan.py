@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.dist import run_on_ranks
-from tests.pipelines import resolve_plan
+from tests.pipelines import make_experts, plan_stages, resolve_plan
 from tests.refusals import get_refusal
-from tests.unit.test_marks import quantise_state
+from tests.unit.test_marks import write_quantised_checkpoint
 from tools.quantize_dit import quantize_checkpoint
 from wan.app.run import Run
 from wan.device import select_device as device
@@ -140,11 +137,10 @@ def test_latents_in_the_loop() -> None:
             held.append(live.live_bytes.total() // x[0].nbytes)
             return [torch.zeros_like(x[0])]
 
-        experts: Any = SimpleNamespace(get=lambda _, n=network: n, prefetch=lambda _: None)
         with live:
             empty = torch.zeros(0)
             conditions = DenoiseInputs(torch.zeros(request.latent_shape), empty, empty)
-            DenoisingLoop(request, conditions).advance(experts)
+            DenoisingLoop(request, conditions).advance(make_experts(network))
         assert least <= max(held) <= 6  # without the solver's tables
 
 
@@ -203,8 +199,7 @@ def measure_live_bytes(planned_run: Run) -> tuple[int, int]:
 
 
 def estimate_denoising_bytes(planned_run: Run) -> int:
-    stages = Planner(planned_run.setup, planned_run.params).compute_stage_memory()
-    return stages["denoising"].total()
+    return plan_stages(planned_run)["denoising"].total()
 
 
 def test_a_real_run_holds_what_is_planned(tiny) -> None:
@@ -276,9 +271,7 @@ def test_every_proposal_is_accepted(
     argv = ["--task", task, "--device", "cuda", "--size", "64*64", *flags.split()]
     argv += ["--infer_frames", "8"] if task == "s2v-14B" else ["--frame_num", "5"]
     if weights == "FP8":
-        folder = shutil.copytree(folder, tmp_path / task)
-        path = folder / "diffusion_pytorch_model.safetensors"
-        save_file(quantise_state(load_file(path), "float8")[0], path)
+        folder = write_quantised_checkpoint(folder, tmp_path / task)
     elif weights == "int8":
         argv += ["--quant_dit_path", quantize_checkpoint(folder, tmp_path / "int8")]
     argv += ["--ckpt_dir", folder]

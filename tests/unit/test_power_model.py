@@ -20,7 +20,6 @@ from wan.modules.blocks import BlockSizes, SharedInputs, WanAttentionBlock
 from wan.modules.interfaces import ModelComponents
 from wan.planner.measure import Planner
 from wan.power.__main__ import main as run_power_command
-from wan.settings import attention_modes
 from wan.settings.attention_modes import MODES, OVERLAP, TokenPlan
 
 SIZES = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "text_len": 512}
@@ -80,14 +79,6 @@ def test_power_below_the_limit_is_not_throttled() -> None:
     predictions = power_model.predict_modes(PUBLISHED_WORK, constants)
     assert all(row.throttled == 0 for row in predictions)
     assert len(predictions) == len(MODES) + 1  # there is nothing to lock a clock for
-
-
-def test_every_mode_of_the_table_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = attention_modes.order_sequentially
-    mode = attention_modes.Mode("fewer chunks", chunks=5, blocks=3, order=order)
-    monkeypatch.setitem(MODES, 3, mode)
-    predictions = {row.name: row for row in power_model.predict_modes(PUBLISHED_WORK, Constants())}
-    assert predictions["3 fewer chunks"].chunks == 5
 
 
 def test_orders() -> None:

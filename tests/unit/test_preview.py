@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.pipelines import QUICK, build_quick_pipeline, resolve_argv, resolve_plan
+from tests.pipelines import QUICK, build_quick_pipeline, make_experts, resolve_argv, resolve_plan
 from wan.kernels.forward_context import StepInfo
 from wan.media.video_writer import save_preview
 from wan.pipeline.batch import Batch, Job
@@ -68,9 +67,8 @@ def test_every_step_predicts_the_clean_latents(name: str) -> None:
     start = (1 - sigma) * z + sigma * sample_noise()
     shown: list[Tensor] = []
     preview = Preview(params, lambda latents: latents.clone(), shown.append)
-    experts: Any = SimpleNamespace(get=lambda _: network, prefetch=lambda _: None)
     inputs = DenoiseInputs(start, torch.zeros(0), torch.zeros(0), sample_noise=sample_noise)
-    DenoisingLoop(params, inputs, preview=preview).advance(experts)
+    DenoisingLoop(params, inputs, preview=preview).advance(make_experts(network))
     assert len(shown) == (7 if name == "res_2s" else 4)
     for frame in shown:  # the first one of the video, behind the images
         torch.testing.assert_close(frame, z[:, -1], rtol=0, atol=1e-6)
@@ -87,8 +85,7 @@ def test_fixed_frames_are_shown_as_they_are() -> None:
     shown: list[Tensor] = []
     preview = Preview(params, lambda latents: latents.clone(), shown.append)
     network = lambda x, *_, **__: [torch.ones_like(x[0])]  # noqa: E731
-    experts: Any = SimpleNamespace(get=lambda _: network, prefetch=lambda _: None)
-    DenoisingLoop(params, inputs, preview=preview).advance(experts)
+    DenoisingLoop(params, inputs, preview=preview).advance(make_experts(network))
     assert [frame.unique().tolist() for frame in shown] == [[5.0], [5.0]]
 
 

@@ -262,18 +262,6 @@ def hide_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, module, None)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """In one sentence with the command that installs it, and exit code 2."""
-    program = "examples/xfuser_program.py"
-    hide_package("xfuser", monkeypatch)
-    monkeypatch.setattr(sys, "argv", [program])
-    with pytest.raises(SystemExit) as exit_info:
-        runpy.run_path(str(REPO / program), run_name="__main__")
-    lines = capsys.readouterr().err.splitlines()
-    assert exit_info.value.code == 2 and len(lines) == 1
-    assert lines[0].startswith(f"{Path(program).name}: The package ") and "pip install" in lines[0]
-
-
 def test_a_missing_package_of_a_program_that_runs(monkeypatch, capsys) -> None:
     """Other missing modules are defects, with a traceback."""
     hide_package("matplotlib", monkeypatch)

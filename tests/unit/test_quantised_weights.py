@@ -37,7 +37,6 @@ from wan.settings.presets import PRESETS
 from wan.settings.run_options import read_run_options
 
 REPO = Path(__file__).parents[2]
-REPO = Path(__file__).parents[2]
 DESCRIPTION = "quant_model_description_w8a8_dynamic.json"
 WEIGHTS = "quant_model_weight_w8a8_dynamic.safetensors"
 FOLDERS = {True: ("high_noise_model", "low_noise_model"), False: (".",)}

@@ -25,10 +25,11 @@ from tests.pipelines import (
     build_quick_pipeline,
     count_owned_bytes,
     generate_quick_latents,
+    plan_stages,
     resolve_plan,
 )
 from tests.refusals import check_refusals, get_refusal
-from tests.unit.test_marks import quantise_state
+from tests.unit.test_marks import write_quantised_checkpoint
 from tools.quantize_dit import quantize_checkpoint
 from wan import WanTI2V
 from wan import device as devices
@@ -40,7 +41,6 @@ from wan.modules.vace import VaceWanModel
 from wan.pipeline import memory_estimate as memory
 from wan.pipeline import offload as residency
 from wan.pipeline.offload import stream_blocks
-from wan.planner.measure import Planner
 from wan.settings.errors import FileChangedError
 from wan.testing.random_checkpoint import make_checkpoint
 from wan.utils import system
@@ -60,14 +60,6 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return checkpoints[task]
 
     return make
-
-
-def write_fp8_checkpoint(folder: Path, out: Path) -> Path:
-    """Writes the folder's network with the block weights in FP8, each with a scale."""
-    shutil.copytree(folder, out)
-    file = out / "diffusion_pytorch_model.safetensors"
-    save_file(quantise_state(load_file(file), "float8")[0], file)
-    return out
 
 
 def write_lora(folder: Path, path: Path) -> Path:
@@ -110,7 +102,7 @@ def prepare_case(name: str, deep: Any, tmp_path: Path) -> tuple[Path, list[str]]
     if name.startswith("LoRA"):
         write_lora(folder, files["LORA"])
     if task == "FP8":
-        folder, task = write_fp8_checkpoint(folder, tmp_path / "fp8"), "t2v-1.3B"
+        folder, task = write_quantised_checkpoint(folder, tmp_path / "fp8"), "t2v-1.3B"
     flags = [word.replace("EXPORT", str(files["EXPORT"])) for word in argv]
     return folder, ["--task", task, *(w.replace("LORA", str(files["LORA"])) for w in flags)]
 
@@ -135,7 +127,7 @@ def test_what_a_network_holds_while_it_runs(deep: Any, one_thread: None) -> None
         block.register_forward_hook(lambda *_: held_bytes.append(count_owned_bytes(network)))
     pipeline.generate_latents(run.params)
     assert len(held_bytes) == LAYERS * 2
-    plan = Planner(run.setup, run.params).compute_stage_memory()
+    plan = plan_stages(run)
     full_bytes = sum(x.nbytes for x in network.parameters())
     assert plan["denoising"]["DiT weights"] < full_bytes
     assert plan["denoising"]["DiT weights"] == pytest.approx(max(held_bytes), rel=0.03)

@@ -16,7 +16,6 @@ from wan.settings.attention_modes import (
     OVERLAP,
     Action,
     Mode,
-    Order,
     Range,
     count_heads_per_chunk,
     list_head_ranges,
@@ -28,9 +27,6 @@ from wan.settings.attention_modes import (
 )
 
 CALM = settings(deadline=None)  # the machine may be busy
-ORDERS = pytest.mark.parametrize(
-    "order", dict.fromkeys(row.order for row in (*MODES.values(), OVERLAP))
-)
 
 
 def sizes(ranges: tuple[Range, ...]) -> list[int]:
@@ -138,14 +134,3 @@ def test_orders() -> None:
         "finish3"
     )
     assert [*order_with_overlap(1)] == [*order_sequentially(1)]
-
-
-@ORDERS
-@CALM
-@given(chunks=st.integers(1, 12))
-def test_each_chunk_is_started_attended_finished(order: Order, chunks: int) -> None:
-    events = list(order(chunks))
-    assert sorted(events) == sorted(order_sequentially(chunks)), "each event once"
-    for chunk in range(chunks):
-        moments = [events.index((verb, chunk)) for verb in ("start", "attend", "finish")]
-        assert moments == sorted(moments)

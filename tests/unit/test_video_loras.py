@@ -17,9 +17,15 @@ from torch import Tensor, nn
 
 from tests.conftest import slow
 from tests.lora_files import CONVOLUTION, LINEARS, Q, make_pair, save_lycoris
-from tests.pipelines import build_quick_pipeline, generate_quick_latents, resolve_plan
+from tests.pipelines import (
+    build_quick_pipeline,
+    estimate_run,
+    generate_quick_latents,
+    plan_stages,
+    resolve_plan,
+)
 from tests.refusals import check_refusals, get_refusal
-from tests.unit.test_marks import quantise_state
+from tests.unit.test_marks import write_quantised_checkpoint
 from wan.app import flag_parser, resolve
 from wan.app.run import Run
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
@@ -36,9 +42,7 @@ from wan.checkpoint.lora.resolve import Lora
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.weight_only_linear import WeightOnlyLinear
 from wan.modules.lora_branch import LoraBranch, add_lora_branches, set_lora_branches
-from wan.pipeline import memory_estimate
 from wan.pipeline.pipeline import Pipeline
-from wan.planner.measure import Planner
 from wan.settings.errors import KEYWORD_NAMING, InputError
 from wan.settings.layers import Layer
 from wan.settings.values import read_video_loras
@@ -131,9 +135,7 @@ def test_kept_weights(
     weights: dict[str, Tensor], tiny: Any, tmp_path: Path, one_thread: None
 ) -> None:
     """FP8 weights that stay FP8, against a merge with the same values upcast."""
-    folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "fp8"))
-    file = folder / "diffusion_pytorch_model.safetensors"
-    save_file(quantise_state(load_file(file), "float8")[0], file)
+    folder = write_quantised_checkpoint(tiny("t2v-1.3B"), tmp_path / "fp8")
     loras = tmp_path / "loras"
     loras.mkdir()
     path = save_pairs(loras / "x.safetensors", weights, LINEARS)
@@ -330,10 +332,8 @@ def test_a_run_takes_no_more_than_planned(
             run, pipeline = build_quick_pipeline(folder, *arguments, *loras)
             generate(pipeline, run)
         peaks.append(live.peak_bytes.total())
-        sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
-        stages = memory_estimate.compute_stage_memory(run.setup, run.params, sizes)
-        estimated.append(stages["denoising"].total())
-        planned.append(Planner(run.setup, run.params).compute_stage_memory()["denoising"].total())
+        estimated.append(estimate_run(run)["denoising"].total())
+        planned.append(plan_stages(run)["denoising"].total())
         del pipeline
     assert peaks[0] <= planned[0] and peaks[1] <= planned[1]
     assert estimated[0] <= planned[0] and estimated[0] < estimated[1] <= planned[1]
@@ -349,7 +349,7 @@ def test_a_plan_without_a_chosen_lora_counts_the_largest(
     assert [*find_lora_files(tmp_path)] == ["2", "3", "4"]
     flags = ["--ckpt_dir", tiny("t2v-1.3B"), *TASK, "--lora_folder", tmp_path]
     run = resolve_plan(*flags, "--size", "64*64", "--frame_num", "1")
-    stages = Planner(run.setup, run.params).compute_stage_memory()
+    stages = plan_stages(run)
     size = (tmp_path / "3.safetensors").stat().st_size
     assert stages["denoising"]["LoRAs"] == size
 

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.pipelines import resolve_plan
-from tests.unit.test_marks import quantise_state
+from tests.pipelines import estimate_run, resolve_plan
+from tests.unit.test_marks import write_quantised_checkpoint
 from wan.app.run import Run
 from wan.checkpoint.formats.tensor_info import TensorInfo
 from wan.checkpoint.formats.tensor_source import get_named_tensors
 from wan.checkpoint.load import make_dit_dtype_rule
-from wan.pipeline import memory_estimate, weight_sizes
+from wan.pipeline import weight_sizes
 from wan.pipeline.weight_transforms import install_weight_only_linears
 from wan.tasks.base import build_dit
 
@@ -69,9 +69,7 @@ def test_weights_of_a_dit(task: str, convert: bool, tiny: Any) -> None:
 
 def test_fp8_weights_with_scales_of_blocks(tiny: Any, tmp_path: Path) -> None:
     """The values and the scales that a network keeps on its device, in float32."""
-    folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "t2v-1.3B"))
-    file = folder / "diffusion_pytorch_model.safetensors"
-    save_file(quantise_state(load_file(file), "row blocks")[0], file)
+    folder = write_quantised_checkpoint(tiny("t2v-1.3B"), tmp_path / "x", "row blocks")
     run = plan_run("t2v-1.3B", folder, "--stored_weights", "keep")
     network = build_meta_dit(run)
     install_weight_only_linears(run.setup, "dit", "cuda", network, torch.bfloat16)
@@ -159,9 +157,7 @@ def test_a_stored_dtype_changes_no_estimate(tiny: Any, tmp_path: Path) -> None:
         shutil.copytree(tiny("t2v-1.3B", "diffusers"), folder)
         for file in (*folder.glob("text_encoder/*.safetensors"), *folder.glob("vae/*.safetensors")):
             save_file({key: x.to(dtype) for key, x in load_file(file).items()}, file)
-        run = plan_run("t2v-1.3B", folder)
-        sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
-        estimates.append(memory_estimate.compute_stage_memory(run.setup, run.params, sizes))
+        estimates.append(estimate_run(plan_run("t2v-1.3B", folder)))
     assert estimates[0] == estimates[1]
 
 
