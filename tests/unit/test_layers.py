@@ -244,6 +244,11 @@ def test_settings_go_with_the_one_that_they_need(tmp_path: Path) -> None:
     ):
         layers = (Layer("a test", KEYWORD_NAMING, values) for values in (video, shared))
         assert dict(merge(*layers)) == video
+    record = Layer("a record", KEYWORD_NAMING, {"use_rainfusion": False, "sparsity": 0.5}, "record")
+    assert dict(merge(Layer("a test", KEYWORD_NAMING, {}), record)) == {"use_rainfusion": False}
+    record = Layer("a record", KEYWORD_NAMING, {"start_step": 9}, "record")
+    user = Layer("a test", KEYWORD_NAMING, {"step_cache": "mag", "end_step": 30})
+    assert dict(merge(user, record)) == user.values
     plain = resolve_record({}, {}, tmp_path)
     assert resolve_record(sparse, {"use_rainfusion": False}, tmp_path) == plain
 
