@@ -358,6 +358,12 @@ def test_a_record_of_the_version_before_repeats_its_video(tmp_path: Path) -> Non
     assert not wrong
 
 
+def test_what_no_record_had_is_refused_in_one(tmp_path: Path) -> None:
+    for name in ("fa_freq_restore", "host_gbs", "clips"):
+        refusal = get_refusal(resolve_json_record, {}, {name: 1}, tmp_path)
+        assert f"{name} was removed; " in refusal
+
+
 def test_a_waiting_job_of_the_version_before_is_made() -> None:
     job = ServiceJob("x", {"guider": "apg", "apg_eta": 0.5, "base_seed": [3, 4]})
     assert job.make_output_settings(1) == {"guider": "apg:eta=0.5", "base_seed": 4}
