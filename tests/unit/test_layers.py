@@ -337,11 +337,12 @@ def test_a_record_of_the_version_before_repeats_its_video(tmp_path: Path) -> Non
     ]
     common = {"sample_steps": 20, "sample_guide_scale": 3, "task": "t2v-14B", "prompt": "a"}
     record, wrong = tmp_path / "record.json", []
+    same = ("--base_seed", 1, "--save_file", "x/v.mp4")  # a name of its own has the time
     for before, today in rows:
         record.write_text(json.dumps({"settings": {**common, **before}}))
-        repeated = resolve_plan("--from_json", record, "--base_seed", 1)
+        repeated = resolve_plan("--from_json", record, *same)
         flags = [f"--{name}={value}" for name, value in {**common, **today}.items()]
-        expected = resolve_plan(*flags, "--base_seed", 1)
+        expected = resolve_plan(*flags, *same)
         pairs = [
             (run.params, run.setup.cache, run.setup.execution, run.setup.attention)
             for run in (repeated, expected)
