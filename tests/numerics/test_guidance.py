@@ -51,6 +51,8 @@ REFUSED = {
     "skipped at scale 1": "--slg_blocks 9 --sample_guide_scale 1",
     "start without blocks": "--slg_blocks :start=0.2",
     "start after stop": "--slg_blocks 9:start=0.95",
+    "start at stop": "--slg_blocks 9:start=0.9",
+    "empty parameter": "--slg_blocks 9:",
     "a percentage": "--slg_blocks 9:stop=90",
     "skipped with adapters": "--task s2v-14B --slg_blocks 9 --offload_model block",
     "NAG's scale 1": "--nag_scale 1",

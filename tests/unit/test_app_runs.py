@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.pipelines import resolve_argv
+from tests.refusals import get_refusal
 from wan.app import resolve
 from wan.app.run import list_changed_settings
 
@@ -26,6 +27,11 @@ def test_decoding_needs_memory_for_the_size_of_the_latents(
     resolve_argv(["--decode_latents", path, "--save_file", tmp_path / "v.mp4"])
     ((_, params, _, stage),) = calls
     assert params.size == (48, 96) and stage == "decoding"
+    for name, value in (("WORLD_SIZE", 2), ("RANK", 0), ("LOCAL_RANK", 0)):
+        monkeypatch.setenv(name, str(value))
+    argv = ["--decode_latents", path, "--save_file", tmp_path / "v.mp4"]
+    assert "runs on one process, but 2 were started" in get_refusal(resolve_argv, argv)
+    resolve_argv([*argv, "--vae_parallel"])
 
 
 def test_settings_that_an_earlier_version_did_not_store() -> None:

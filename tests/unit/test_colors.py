@@ -96,16 +96,21 @@ def test_profiles_that_change_nothing(tmp_path: Path, caplog: pytest.LogCaptureF
         assert len(caplog.messages) == num_lines
 
 
-@pytest.mark.parametrize(("gamma", "is_srgb"), [(1.0, False), (0.45455, True), (1.0, True)])
+@pytest.mark.parametrize(
+    ("gamma", "is_srgb"),
+    [(1.0, False), (0.6, False), (0.45, True), (0.45455, True), (1.0, True)],
+)
 def test_gamma_of_a_png(gamma: float, is_srgb: bool, tmp_path: Path) -> None:
     """gAMA of linear light is applied, that of sRGB and beside an sRGB chunk is not."""
     chunks = PngImagePlugin.PngInfo()
     if is_srgb and gamma == 1.0:
         chunks.add(b"sRGB", b"\0")
     chunks.add(b"gAMA", struct.pack(">I", round(gamma * 100_000)))
-    Image.fromarray(COLORS[None]).save(tmp_path / "a.png", pnginfo=chunks)
-    expected = COLORS if is_srgb else encode_srgb(COLORS / 255.0).round()
-    assert np.array_equal(np.asarray(read_image(tmp_path / "a.png"))[0], expected)
+    for values in (COLORS[None], COLORS):  # of colors, and grey
+        Image.fromarray(values).save(tmp_path / "a.png", pnginfo=chunks)
+        expected = values if is_srgb else encode_srgb((values / 255.0) ** (1 / gamma)).round()
+        expected = expected if values.ndim == 3 else np.stack([expected] * 3, -1)
+        assert np.array_equal(np.asarray(read_image(tmp_path / "a.png")), expected)
 
 
 def test_large_metadata_of_a_png(tmp_path: Path) -> None:

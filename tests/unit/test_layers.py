@@ -244,6 +244,11 @@ def test_settings_go_with_the_one_that_they_need(tmp_path: Path) -> None:
     ):
         layers = (Layer("a test", KEYWORD_NAMING, values) for values in (video, shared))
         assert dict(merge(*layers)) == video
+    record = Layer("a record", KEYWORD_NAMING, {"use_rainfusion": False, "sparsity": 0.5}, "record")
+    assert dict(merge(Layer("a test", KEYWORD_NAMING, {}), record)) == {"use_rainfusion": False}
+    record = Layer("a record", KEYWORD_NAMING, {"start_step": 9}, "record")
+    user = Layer("a test", KEYWORD_NAMING, {"step_cache": "mag", "end_step": 30})
+    assert dict(merge(user, record)) == user.values
     plain = resolve_record({}, {}, tmp_path)
     assert resolve_record(sparse, {"use_rainfusion": False}, tmp_path) == plain
 
@@ -332,11 +337,12 @@ def test_a_record_of_the_version_before_repeats_its_video(tmp_path: Path) -> Non
     ]
     common = {"sample_steps": 20, "sample_guide_scale": 3, "task": "t2v-14B", "prompt": "a"}
     record, wrong = tmp_path / "record.json", []
+    same = ("--base_seed", 1, "--save_file", "x/v.mp4")  # a name of its own has the time
     for before, today in rows:
         record.write_text(json.dumps({"settings": {**common, **before}}))
-        repeated = resolve_plan("--from_json", record, "--base_seed", 1)
+        repeated = resolve_plan("--from_json", record, *same)
         flags = [f"--{name}={value}" for name, value in {**common, **today}.items()]
-        expected = resolve_plan(*flags, "--base_seed", 1)
+        expected = resolve_plan(*flags, *same)
         pairs = [
             (run.params, run.setup.cache, run.setup.execution, run.setup.attention)
             for run in (repeated, expected)
@@ -351,6 +357,12 @@ def test_a_record_of_the_version_before_repeats_its_video(tmp_path: Path) -> Non
         if changed := list_changed_settings(current, stored):
             wrong.append((before, changed))
     assert not wrong
+
+
+def test_what_no_record_had_is_refused_in_one(tmp_path: Path) -> None:
+    for name in ("fa_freq_restore", "host_gbs", "clips"):
+        refusal = get_refusal(resolve_json_record, {}, {name: 1}, tmp_path)
+        assert f"{name} was removed; " in refusal
 
 
 def test_a_waiting_job_of_the_version_before_is_made() -> None:

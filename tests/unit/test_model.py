@@ -140,6 +140,19 @@ def test_text_cache_is_exact_and_computes_once() -> None:
     assert len(calls) == 4 * 2
 
 
+@torch.no_grad()
+def test_another_image_with_the_same_text_is_computed() -> None:
+    (x, text), image = inputs(), torch.randn(1, 5, 10)
+    cached, plain = (model(image_dim=10, components=c) for c in (CACHED, ModelComponents()))
+    velocities = [
+        net([x], torch.tensor([7]), [text], 18, clip_fea=clip)[0]
+        for clip in (image, image + 1)
+        for net in (cached, plain)
+    ]
+    assert torch.equal(*velocities[:2]) and torch.equal(*velocities[2:])
+    assert not torch.equal(velocities[0], velocities[2])
+
+
 def test_training_uses_nothing_that_is_kept() -> None:
     """Each forward with gradients builds a new graph, also after a forward without gradients."""
     net, (x, context) = model(components=CACHED).requires_grad_(True), inputs()

@@ -110,7 +110,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
 
 def test_a_text_question(service: Service, log: Any) -> None:
     service.replies = [answer("  A cat, in full.\n")]
-    assert rewrite(" a {cat} ", seed=2**62 + 5) == "A cat, in full."
+    assert rewrite(" a {cat} ", seed=2**62 + 2**31 + 5) == "A cat, in full."
     [request] = service.requests
     assert service.messages()[1] == "Request: a {cat}"
     assert service.headers[0]["Authorization"] == "Bearer sk-test"

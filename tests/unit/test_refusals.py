@@ -16,6 +16,8 @@ from wan.app import failures
 from wan.settings import flags, rules, values
 from wan.settings.errors import COMMAND_LINE_NAMING, InputError, WriteError
 from wan.settings.flags import DIFFUSERS_NAMING, FLAGS, PYTHON_NAMING
+from wan.settings.kernels import DEFAULT_KERNEL, DENSE_KERNELS
+from wan.settings.presets import PRESETS
 from wan.settings.step_cache import POLICIES
 from wan.utils import env, log
 
@@ -164,6 +166,33 @@ def test_no_refusal_is_written_for_one_front_end_only() -> None:
         if is_flag or unknown:
             wrong.append((file, line, text))
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "modes"),
+    [
+        *(("F8_E4M3", "cpu", ["keep", "multiply"]), ("F8_E4M3", "npu", [])),
+        *(("F8_E5M2", "cpu", ["keep"]), ("BF16", "cpu", [])),
+        *(("Q4_K", "cpu", ["keep"]), ("Q4_K", "npu", ["keep"])),
+        *(("IQ4_XS", "cuda", ["keep"]), ("MXFP4", "cpu", ["keep"])),
+    ],
+)
+def test_modes_of_stored_weights(dtype: str, device: str, modes: list[str]) -> None:
+    view = rules.PipelineView(
+        preset=PRESETS["t2v-14B"],
+        device=device,
+        dit_fsdp=False,
+        dense_kernel=DENSE_KERNELS[DEFAULT_KERNEL],
+        policy="none",
+        has_quantized_dit=False,
+        checkpoint_dtypes={"F32", dtype},
+    )
+    accepted = [
+        mode
+        for mode in ("keep", "multiply")
+        if not get_refusal(rules.check_rules, rules.PIPELINE_RULES, {"stored_weights": mode}, view)
+    ]
+    assert accepted == modes
 
 
 def test_a_value_is_written_as_it_was_typed() -> None:

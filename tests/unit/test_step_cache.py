@@ -27,6 +27,7 @@ from tools import calibrate_mag
 from wan.app.run import Run
 from wan.cache import mag, policy
 from wan.cache.mag import Mag
+from wan.cache.residual import decide_locally
 from wan.cache.tea import Tea, compute_embedding_changes
 from wan.configs import WAN_CONFIGS
 from wan.kernels.forward_context import StepInfo
@@ -49,11 +50,13 @@ CONTRADICTIONS = {
     "no list": "--step_cache steps",
     "list": "--step_cache steps:3-",
     "falling list": "--step_cache steps:5-3",
-    "late": "--step_cache steps:0-45",
+    "late": "--step_cache steps:0-40",
     "few steps": "--step_cache mag --sample_steps 4",
     "foreign parameter": "--step_cache first_block:retention=0.5",
     "no policy": "--step_cache none:threshold=0.5",
     "no parameters": "--step_cache cfg:4",
+    "coefficients": "--step_cache tea:coefficients=1,x",
+    "parameter of attention": "--step_cache mag --start_step 5",
     "large threshold": "--step_cache mag:threshold=200",
     "cfg on halves": "--step_cache cfg --cfg_size 2",
     "cfg unguided": "--step_cache cfg --sample_guide_scale 1",
@@ -165,6 +168,9 @@ def test_forced_steps_are_added_and_change_no_counter() -> None:
     assert list_skipped_steps(steps["cond"]) == MAG_SKIPS
     with_warmup = list_steps(plan_run("--step_cache mag:warmup=9"))
     assert list_skipped_steps(with_warmup["cond"]) == [9, 11, 12, 14, 15, 17, 18, 20, 21, 23, 24]
+    assert list_skipped_steps(list_steps(plan_run("--step_cache first_block"))["cond"]) == [
+        step for step in range(40) if step not in (0, 25, 26, 39)
+    ]
     for warmup, forced in ((0, (0, 26)), (2, (0, 1, 25, 26, 27, 39))):
         expected = tuple(step in forced for step in range(40))
         assert policy.list_forced_steps(T2V, warmup) == expected
@@ -230,7 +236,9 @@ def test_timesteps_are_the_solvers() -> None:
             assert noise_schedule.compute_sigmas(solver, steps, shift) == expected.tolist()
 
 
-def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
+def test_a_curve_travels_and_holds_for_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     published = mag.load_published_curve("t2v-A14B", False)
     assert published is not None
     path, ratios = tmp_path / "curve.json", published.ratios["cond"]
@@ -253,6 +261,9 @@ def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"curve\.json"):
             mag.read_curve(path)
     path.write_text(json.dumps(record))
+    monkeypatch.chdir(tmp_path)
+    settings = plan_run("--step_cache mag:curve=curve.json").settings
+    assert settings["step_cache"] == f"mag:curve={path}"
     with pytest.raises(InputError, match="made for t2v-A14B, not for i2v-A14B"):
         plan_run(f"--task i2v-A14B --step_cache mag:curve={path}")
     notices = plan_run("--step_cache mag --sample_steps 20").notices
@@ -275,8 +286,11 @@ def test_another_policy_takes_back_a_records_parameters(tmp_path: Path) -> None:
 
 
 def test_the_first_parameter_needs_no_name() -> None:
-    for short, text in (("mag:.1", "mag:threshold=0.1"), ("steps:0-2,5", "steps:list=0-2,5")):
-        settings = [plan_run(f"--step_cache {value}").setup.cache for value in (short, text)]
+    for short, text in (
+        ("mag:.1,warmup=3", "mag:warmup=3, threshold=0.1"),
+        ("steps:0-2,5", "steps:list=0-2,5"),
+    ):
+        settings = [resolve_plan("--step_cache", value).setup.cache for value in (short, text)]
         assert settings[0].parameters == settings[1].parameters
     assert settings[0].parameters["list"] == (0, 1, 2, 5)
 
@@ -337,6 +351,7 @@ def test_order_one_extrapolates_the_residual() -> None:
         apply_cache(cache, adds(value), x, step(i)) for i, value in enumerate((1, 0, 5, 0, 0, 0))
     ]
     assert [y.unique().tolist() for y in outputs] == [[1], [1], [5], [7], [9], [11]]
+    assert cache.cached_bytes() == 2 * x.nbytes, "the residual and its change"
 
 
 def test_another_expert_grid_or_video_reuses_nothing() -> None:
@@ -393,6 +408,12 @@ def test_nothing_is_left_of_a_run_that_ends(name: str) -> None:
         assert live.live_bytes.total() >= 4 * 24, "it is kept for the next step"
         cache.clear()
         assert live.live_bytes.total() == 0
+
+
+def test_threshold_zero_reuses_nothing() -> None:
+    """Also where nothing has changed."""
+    assert not decide_locally(torch.tensor([0.0, 1.0]), 0.0)
+    assert decide_locally(torch.tensor([0.0, 1.0]), 0.1)
 
 
 def test_small_changes_add_up() -> None:

@@ -21,7 +21,7 @@ from wan.metering import exchange_order
 from wan.metering.exchange_order import ExchangePlan, Trace
 from wan.metering.recording import make_exchange_plan, select_nth_steps
 from wan.power.__main__ import main as power
-from wan.power.report import analyze_trace
+from wan.power.report import RunReport, analyze_trace
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.utils import trace
@@ -238,6 +238,9 @@ def test_figures_of_a_rank() -> None:
     assert rank.parts["other"] == 4
     assert (rank.within.count, rank.within.median) == (2, 12)
     assert (rank.across.count, rank.across.longest) == (1, 15)
+    trace = play(replace(PLAN, steps={0: "dit", 1: "dit"}))
+    report = RunReport("two steps", [trace], [rank])
+    assert report.format_mean(lambda rank: rank.step) == "39"
 
 
 def test_gaps_end_with_a_step() -> None:
@@ -380,6 +383,12 @@ def test_an_edited_trace_is_caught(folder: Path, capsys: pytest.CaptureFixture[s
         "chunk 0"
     )
     assert f"Order: {difference}" in capsys.readouterr().out
+    planned = folder.parent / "planned" / folder.name
+    for rank in range(2):
+        exchange_order.write_trace(play(replace(PLAN, rank=rank)), planned, origin_ns=0)
+    assert power(["report", str(folder), str(planned)]) == 1
+    output = capsys.readouterr().out
+    assert f"== {folder}: " in output and f"== {planned}: " in output, "their names are equal"
     assert json.loads((folder / "report.json").read_text())[0]["order"] == difference
 
 
