@@ -16,7 +16,8 @@ Grid = tuple[int, int, int]
 """Tokens along frame, height and width."""
 
 Action = tuple[str, int]
-"""(action, chunk). start: send q, k, v; attend: receive and compute; finish: return the result."""
+"""(action, chunk). start: send q, k and v; attend: receive them, compute, and start to send the
+result back; finish: receive the result."""
 
 Order = Callable[[int], Iterator[Action]]
 """order(chunks): yields the actions of a call in their order."""

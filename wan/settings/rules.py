@@ -1,8 +1,15 @@
 """Tables of settings that exclude or need each other or have no effect together.
 
-The conditions of a rule read a mapping of settings, which each table names; `when` and the texts,
-format templates of `s`, read a typed view. Texts write settings in backticks, as in
-`wan.settings.errors.InputError`, so that each front end can format them.
+The conditions of a rule read a mapping of settings; `when` and the texts, format templates of `s`,
+read a typed view. Texts write settings in backticks, as in `wan.settings.errors.InputError`, so
+that each front end can format them.
+
+Table, where it is checked, what conditions read, and the view:
+
+- USER_SETTING_RULES, `layers.read_layer`: the settings that one layer gives; none.
+- TOPOLOGY_RULES, `parallel.resolve_topology`: the settings that any layer gives; `TopologyView`.
+- PIPELINE_RULES, `Setup`: complete settings, with defaults; `PipelineView`.
+- VIDEO_RULES, `Setup.check_params`: complete settings, also of the pipeline; `VideoView`.
 """
 
 from __future__ import annotations
@@ -78,8 +85,9 @@ class Rule(Generic[View]):
     """A combination of settings that is refused.
 
     Attributes:
-        conditions: Conditions on settings that must all hold: `name` (it is set), `name=value`, or
-            one of them after `not `.
+        conditions: Conditions on settings that must all hold: `name` (it is set; False and None are
+            not), `name=value` (its text in Python: `offload_model=False`), or one of them after
+            `not `.
         why: What is wrong, continuing the sentence after `subject`.
         remedy: Suggestion to the user.
         when: Further condition.

@@ -439,7 +439,7 @@ class VideoParams(VideoSettings):
 
     @property
     def max_clip_tokens(self) -> int:
-        """Largest number of tokens in self-attention of any clip."""
+        """Largest number of tokens in self-attention of any clip; the second one may have more."""
         return self.count_clip_tokens(0 if self.num_clip == 1 else 1)
 
     @property
