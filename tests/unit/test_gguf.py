@@ -261,6 +261,23 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     check_refusals("gguf: files", messages)
 
 
+def test_damaged_headers(tmp_path: Path) -> None:
+    """Other damage is in test_damaged_files.py."""
+    path, wrong = tmp_path / "x.gguf", {}
+    for reason, content in {
+        "truncated": struct.pack("<IQQQ", 3, 0, 1, 0),
+        "more than 32 MB of header": struct.pack("<IQQQ", 3, 1, 0, 1 << 60) + bytes(1 << 26),
+        "version 4": struct.pack("<IQQ", 4, 0, 0),
+        "not valid UTF-8": struct.pack("<IQQQ", 3, 1, 0, 1) + b"\xff",
+        "metadata of the unknown type 13": struct.pack("<IQQQcI", 3, 0, 1, 1, b"a", 13),
+    }.items():
+        path.write_bytes(b"GGUF" + content)
+        sentence = get_refusal(read_file_headers, path)
+        if reason not in sentence:
+            wrong[reason] = sentence
+    assert not wrong
+
+
 def make_header(
     *tensors: tuple[int, tuple[int, ...], int], shape: tuple[int, bytes] | None = None, data: int
 ) -> bytes:
