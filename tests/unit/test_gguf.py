@@ -264,12 +264,15 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 def test_damaged_headers(tmp_path: Path) -> None:
     """Other damage is in test_damaged_files.py."""
     path, wrong = tmp_path / "x.gguf", {}
+    alignment = struct.pack("<IQQQ17sI", 3, 0, 1, 17, b"general.alignment", 4)
     for reason, content in {
         "truncated": struct.pack("<IQQQ", 3, 0, 1, 0),
         "more than 32 MB of header": struct.pack("<IQQQ", 3, 1, 0, 1 << 60) + bytes(1 << 26),
         "version 4": struct.pack("<IQQ", 4, 0, 0),
         "not valid UTF-8": struct.pack("<IQQQ", 3, 1, 0, 1) + b"\xff",
         "metadata of the unknown type 13": struct.pack("<IQQQcI", 3, 0, 1, 1, b"a", 13),
+        "alignment 4": alignment + struct.pack("<I", 4),
+        "alignment 2097152": alignment + struct.pack("<I", 1 << 21),
     }.items():
         path.write_bytes(b"GGUF" + content)
         sentence = get_refusal(read_file_headers, path)
