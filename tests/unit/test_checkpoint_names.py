@@ -1,9 +1,7 @@
-"""One tiny checkpoint and one LoRA under every naming, prefix and container.
+"""The networks of a tiny checkpoint under every naming, with every prefix, in every container.
 
-Each network is written under the names of each library, with each prefix and in each container, is
-loaded through the loader of a run, and its values are compared with those of the plain file. So are
-weights merged with a LoRA under each row of `NAMINGS`, and each stored format. The quick test has
-every row and every column of the matrix at least once.
+The values of a loaded file are compared with those of the plain one. The quick test has every row
+and every column of the matrix at least once.
 """
 
 from __future__ import annotations
@@ -19,25 +17,19 @@ from typing import Any, NamedTuple
 import gguf
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
+from tests.checkpoint_files import Tensors, add_prefix, are_equal, load_tensors, read_values
 from tests.conftest import slow
+from tests.gguf_files import write_gguf
 from wan.checkpoint.formats.tensor_info import PICKLE_SUFFIXES, SAFETENSORS_SUFFIXES
 from wan.checkpoint.layout import inspect_checkpoint
-from wan.checkpoint.load import open_sources
-from wan.checkpoint.lora.merge import merge_loras
-from wan.checkpoint.lora.names import DIFFERENCES, NAMINGS, Naming, is_low_noise
-from wan.checkpoint.lora.resolve import resolve_loras
-from wan.checkpoint.names.keymaps import rename_dit_to_diffusers, rename_t5_to_transformers
+from wan.checkpoint.names.keymaps import rename_t5_to_transformers
 from wan.checkpoint.names.prefixes import NETWORK_PREFIXES
 from wan.modules import clip, t5
 from wan.modules.vae import video_vae
-from wan.settings.command import Loras
-from wan.settings.fields import build_from_values
 from wan.testing.random_checkpoint import WRITERS, make_checkpoint
 
-Tensors = Mapping[str, Tensor]
 PREFIXES = (
     *("", *NETWORK_PREFIXES, "vae.", "text_encoders.umt5xxl.transformer.", "any.prefix."),
     *(
@@ -55,18 +47,6 @@ _FILES = {  # component -> (pattern in an official folder, folder of a library's
     "image_encoder": ("models_clip*", "image_encoder"),
 }
 _STEM = "diffusion_pytorch_model"
-_LAYERS = ("blocks.0.self_attn.q", "blocks.0.cross_attn.v", "blocks.1.ffn.0")
-LAYER_NAMES: dict[str, Callable[[str], str]] = {
-    "official": str,
-    "official, underscores": lambda layer: layer.replace(".", "_"),
-    "diffusers": lambda layer: _rename_layer(layer),
-    "diffusers, underscores": lambda layer: _rename_layer(layer).replace(".", "_"),
-}
-"""Spelling of layers in LoRA files -> function from the official name."""
-
-
-def _rename_layer(layer: str) -> str:
-    return rename_dit_to_diffusers(f"{layer}.weight").removesuffix(".weight")
 
 
 def _split_tensors(tensors: Tensors) -> list[Tensors]:
@@ -78,7 +58,7 @@ def _split_tensors(tensors: Tensors) -> list[Tensors]:
 
 def _save_one(suffix: str, tensors: Tensors, folder: Path) -> Path:
     path = folder / f"network{suffix}"
-    _SAVERS.get(suffix, torch.save)(dict(tensors), path)
+    _SAVERS.get(suffix, torch.save)(tensors, path)
     return path
 
 
@@ -87,7 +67,7 @@ def _save_shards(suffix: str, name: str, index: bool, tensors: Tensors, folder: 
     weight_map: dict[str, str] = {}
     for number, half in enumerate(_split_tensors(tensors), 1):
         file = f"{name.format(f'0000{number}-of-00002')}{suffix}"
-        _SAVERS.get(suffix, torch.save)(dict(half), folder / file)
+        _SAVERS.get(suffix, torch.save)(half, folder / file)
         weight_map |= dict.fromkeys(half, file)
     if index:
         path = folder / f"{_STEM}{suffix}.index.json"
@@ -98,23 +78,13 @@ def _save_shards(suffix: str, name: str, index: bool, tensors: Tensors, folder: 
 
 def _save_nested(tensors: Tensors, folder: Path) -> Path:
     path = folder / "network.pt"
-    torch.save({"generator": dict(tensors), "step": 1}, path)
+    torch.save({"generator": tensors, "step": 1}, path)
     return path
-
-
-def _save_gguf(tensors: Tensors, path: Path) -> None:
-    writer = gguf.GGUFWriter(path, "wan")
-    for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor.float().contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 _SAVERS: Mapping[str, Callable[[Any, Path], None]] = {
     **dict.fromkeys(SAFETENSORS_SUFFIXES, save_file),
-    ".gguf": _save_gguf,
+    ".gguf": lambda tensors, path: write_gguf(path, tensors, {}),
 }
 CONTAINERS: dict[str, Callable[[Tensors, Path], Path]] = {
     **{suffix: partial(_save_one, suffix) for suffix in SAFETENSORS_SUFFIXES},
@@ -150,10 +120,9 @@ class NetworkFiles:
                 files = (root / subfolder).glob("*.safetensors")
                 if layout == "official":
                     files = root.glob(pattern)
-                tensors: dict[str, Tensor] = {}
+                tensors: Tensors = {}
                 for file in files:
-                    is_pickle = file.suffix == ".pth"
-                    tensors |= torch.load(file) if is_pickle else load_file(file)
+                    tensors |= load_tensors(file)
                 self.tensors[component, layout] = tensors
         llama_cpp = gguf.get_tensor_name_map(gguf.MODEL_ARCH.T5, n_blocks=24)
         self.tensors["text_encoder", "llama.cpp"] = {
@@ -168,7 +137,7 @@ class NetworkFiles:
     def load(self, case: Case) -> Tensors:
         """Writes and loads a case; returns the values by the network's names."""
         tensors = self.tensors[case.component, case.naming]
-        named = {f"{case.prefix}{name}": x.clone().contiguous() for name, x in tensors.items()}
+        named = add_prefix(tensors, case.prefix)
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             path = CONTAINERS[case.container](named, Path(name))
             if case.component == "dit":
@@ -177,12 +146,11 @@ class NetworkFiles:
                 spec = _SPECS[case.component](path)
                 spec.check()
                 infos = spec.tensors
-            sources = open_sources(infos)
-            return {name: source.read(slice(None)).clone() for name, source in sources.items()}
+            return {name: x.clone() for name, x in read_values(infos).items()}
 
     def is_equal(self, case: Case) -> bool:
         """Returns whether a case has the values of the plain file."""
-        return _are_equal(self.load(case), self.expected[case.component])
+        return are_equal(self.load(case), self.expected[case.component])
 
 
 _SPECS: dict[str, Callable[[Path], Any]] = {
@@ -197,12 +165,6 @@ NETWORKS = [
 """Component and naming of each row."""
 
 
-def _are_equal(values: Tensors, expected: Tensors) -> bool:
-    return values.keys() == expected.keys() and all(
-        torch.equal(values[name].float(), expected[name].float()) for name in expected
-    )
-
-
 def list_cases(is_complete: bool) -> Iterator[Case]:
     """Yields all cases, or as many as have each row, prefix and container at least once."""
     for index, (component, naming) in enumerate(NETWORKS):
@@ -215,86 +177,10 @@ def list_cases(is_complete: bool) -> Iterator[Case]:
             yield Case(component, naming, prefix, container)
 
 
-class LoraCase(NamedTuple):
-    """A LoRA's naming, the spelling of its layers, and the suffix of its file."""
-
-    naming: Naming | str
-    spelling: str
-    suffix: str
-
-
-class LoraFiles:
-    """Tiny experts, and LoRA files for them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        checkpoint = make_checkpoint("t2v-A14B", folder / "t2v-A14B", dtype="fp32")
-        self.checkpoint = inspect_checkpoint(checkpoint)
-
-    def is_equal(self, case: LoraCase) -> bool:
-        """Returns whether the merged weights are those of exact arithmetic."""
-        generator = torch.Generator().manual_seed(0)
-        stored, changes = dict[str, Tensor](), dict[str, Tensor]()
-        network = self.checkpoint.experts["low_noise"].tensors
-        if isinstance(case.naming, str):
-            parameter = DIFFERENCES[case.naming]
-            names = (
-                ["blocks.0.modulation"]
-                if parameter == "modulation"
-                else [f"{layer}.{parameter}" for layer in _LAYERS]
-            )
-            for name in names:
-                changes[name] = torch.randn(network[name].shape, generator=generator)
-                layer = LAYER_NAMES[case.spelling](name.rpartition(".")[0])
-                stored[f"diffusion_model.{layer}{case.naming}"] = changes[name]
-        else:
-            for layer in _LAYERS:
-                rows, columns = network[f"{layer}.weight"].shape
-                down = torch.randn(4, columns, generator=generator)
-                up = torch.randn(rows, 4, generator=generator)
-                changes[f"{layer}.weight"] = up.double() @ down.double()
-                stem = f"{case.naming.prefix}{LAYER_NAMES[case.spelling](layer)}"
-                stored[f"{stem}{case.naming.down.replace('NAME', 'default')}"] = down
-                stored[f"{stem}{case.naming.up.replace('NAME', 'default')}"] = up
-        path = self.folder / f"lora{case.suffix}"
-        _SAVERS.get(case.suffix, torch.save)(stored, path)
-        is_for_one = is_low_noise(next(iter(stored)))
-        experts = ["low_noise"] if is_for_one else ["high_noise", "low_noise"]
-        flag = "lora_low_noise" if is_for_one else "lora"
-        loras = resolve_loras(build_from_values(Loras, {flag: (str(path),)}), self.checkpoint)
-        return all(self.has_changes(loras, expert, changes) for expert in experts)
-
-    def has_changes(self, loras: Any, expert: str, changes: Tensors) -> bool:
-        """Returns whether an expert's merged weights are its weights with the changes."""
-        plain = open_sources(self.checkpoint.experts[expert].tensors)
-        merged = merge_loras(plain, loras[expert])
-        names = {name for lora in loras[expert] for name in lora.deltas}
-        expected = {
-            name: (plain[name].read(slice(None)).double() + change).float()
-            for name, change in changes.items()
-        }
-        return _are_equal({name: merged[name].read(slice(None)) for name in names}, expected)
-
-
-def list_lora_cases(is_complete: bool) -> Iterator[LoraCase]:
-    """Yields all cases, or as many as have each row and each column at least once."""
-    suffixes = (*SAFETENSORS_SUFFIXES, *PICKLE_SUFFIXES)
-    namings: list[Naming | str] = [*NAMINGS, *DIFFERENCES]
-    for index, naming in enumerate(namings):
-        spellings = [*LAYER_NAMES]
-        if is_complete:
-            yield from (LoraCase(naming, *rest) for rest in product(spellings, suffixes))
-        else:
-            spelling, suffix = spellings[index % 4], suffixes[index % len(suffixes)]
-            yield LoraCase(naming, spelling, suffix)
-
-
 @pytest.mark.parametrize("is_complete", [False, slow(True)])
 def test_every_file_has_the_values_of_the_plain_one(is_complete: bool, tmp_path: Path) -> None:
-    networks, loras = NetworkFiles(tmp_path), LoraFiles(tmp_path)
-    cases, lora_cases = [*list_cases(is_complete)], [*list_lora_cases(is_complete)]
-    assert not [case for case in cases if not networks.is_equal(case)]
-    assert not [case for case in lora_cases if not loras.is_equal(case)]
+    networks = NetworkFiles(tmp_path)
+    assert not [case for case in list_cases(is_complete) if not networks.is_equal(case)]
 
 
 def test_few_cases_have_each_row_and_each_column() -> None:
@@ -303,6 +189,3 @@ def test_few_cases_have_each_row_and_each_column() -> None:
     assert {case[:2] for case in cases} == {*NETWORKS}
     assert {case.container for case in cases} == {*CONTAINERS}
     assert {case.prefix for case in cases} == {*PREFIXES} > {*NETWORK_PREFIXES}
-    lora_cases = [*list_lora_cases(is_complete=False)]
-    assert [case.naming for case in lora_cases] == [*NAMINGS, *DIFFERENCES]
-    assert {case.spelling for case in lora_cases} == {*LAYER_NAMES}

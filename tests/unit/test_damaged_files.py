@@ -203,6 +203,7 @@ def make_targets(root: Path) -> dict[str, Target]:
     tokenizer, vae = plain / "google" / "umt5-xxl", plain / "Wan2.1_VAE.pth"
     text, audio = diffusers / "text_encoder", s2v / WAV2VEC2_FOLDER
     index = next((diffusers / "transformer").glob("*.index.json"))
+    read_tokenizer = partial(load_tokenizer, tokenizer)
     read_export = partial(load_export, description.parent, plain)
     read_lora, text_dtypes = (
         partial(load_lora, lora, plain),
@@ -227,10 +228,7 @@ def make_targets(root: Path) -> dict[str, Target]:
         ("model_index.json", diffusers / "model_index.json", damage_json, plan),
         ("VAE, pickled", vae, damage_numbers, read_vae),
         ("text encoder", min(text.glob("*.safetensors")), damage_header, read_text),
-        *(
-            (name, tokenizer / name, damage_json, partial(load_tokenizer, tokenizer))
-            for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-        ),
+        ("tokenizer.json", tokenizer / "tokenizer.json", damage_json, read_tokenizer),
         ("SentencePiece", spiece, damage_numbers, partial(load_tokenizer, spiece)),
         ("vocabulary, GGUF", vocabulary, damage_numbers, partial(load_tokenizer, vocabulary)),
         ("LoRA", lora, damage_header, read_lora),

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
-import resource
 import shutil
 import struct
 import time
@@ -41,7 +39,6 @@ from wan.checkpoint.quant.dequantise import TO_FLOAT, dequantize_gguf
 from wan.kernels.compiled_dequantise import CompiledDequantizer
 from wan.kernels.weight_only_linear import UpcastMemory, WeightOnlyLinear
 from wan.planner.measure import Planner
-from wan.settings.errors import InputError
 from wan.testing.random_checkpoint import make_checkpoint
 
 
@@ -264,6 +261,26 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     check_refusals("gguf: files", messages)
 
 
+def test_damaged_headers(tmp_path: Path) -> None:
+    """Other damage is in test_damaged_files.py."""
+    path, wrong = tmp_path / "x.gguf", {}
+    alignment = struct.pack("<IQQQ17sI", 3, 0, 1, 17, b"general.alignment", 4)
+    for reason, content in {
+        "truncated": struct.pack("<IQQQ", 3, 0, 1, 0),
+        "more than 32 MB of header": struct.pack("<IQQQ", 3, 1, 0, 1 << 60) + bytes(1 << 26),
+        "version 4": struct.pack("<IQQ", 4, 0, 0),
+        "not valid UTF-8": struct.pack("<IQQQ", 3, 1, 0, 1) + b"\xff",
+        "metadata of the unknown type 13": struct.pack("<IQQQcI", 3, 0, 1, 1, b"a", 13),
+        "alignment 4": alignment + struct.pack("<I", 4),
+        "alignment 2097152": alignment + struct.pack("<I", 1 << 21),
+    }.items():
+        path.write_bytes(b"GGUF" + content)
+        sentence = get_refusal(read_file_headers, path)
+        if reason not in sentence:
+            wrong[reason] = sentence
+    assert not wrong
+
+
 def make_header(
     *tensors: tuple[int, tuple[int, ...], int], shape: tuple[int, bytes] | None = None, data: int
 ) -> bytes:
@@ -320,42 +337,6 @@ def test_shapes_and_offsets_that_are_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         messages[case] = get_refusal(read_file_headers, path)
     check_refusals("gguf: shapes and offsets", messages)
-
-
-def test_damaged_headers(tmp_path: Path) -> None:
-    """Either a refusal, or a header with tensors inside the file; fast and with little memory."""
-    file, chance, refused = tmp_path / "x.gguf", random.Random(0), 0
-    gguf_files.write_gguf(file, tensors(), {"a.weight": "Q4_K", "b.weight": "Q6_K"})
-    content = file.read_bytes()
-    data = min(info.data_offset for info in read_file_headers(file).values())
-    memory_before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
-    path = tmp_path / "damaged.gguf"
-    for number in range(250):
-        damaged = bytearray(content)
-        offset = chance.randrange(data)
-        damage_kind = number % 5
-        if damage_kind == 0:
-            del damaged[offset:]
-        elif damage_kind == 1:
-            damaged[offset] ^= 1 << chance.randrange(8)
-        elif damage_kind == 2:
-            large = chance.choice([1 << 60, 1 << 31, (1 << 64) - 1])
-            damaged[offset : offset + 8] = large.to_bytes(8, "little")
-        elif damage_kind == 3:
-            damaged[offset:offset] = chance.randbytes(chance.randrange(1, 40))
-        else:
-            damaged[offset : offset + 4] = chance.randbytes(4)
-        path.write_bytes(damaged)
-        try:
-            headers = read_file_headers(path)
-        except InputError as error:
-            assert "\n" not in str(error) and len(str(error)) < 600
-            refused += 1
-        else:
-            assert all(i.data_offset + i.nbytes <= len(damaged) for i in headers.values())
-    assert refused > 125
-    assert time.monotonic() - started < 60
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before < 64 << 10  # kB
 
 
 @np.errstate(invalid="ignore")

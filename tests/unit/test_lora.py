@@ -20,6 +20,7 @@ from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora.merge import merge_loras, open_lora_sources
+from wan.checkpoint.lora.names import DIFFERENCES, NAMINGS
 from wan.checkpoint.lora.resolve import LoraFile, iter_lora_notices, parse_lora_file, resolve_loras
 from wan.settings.command import Loras
 from wan.settings.errors import FileChangedError, InputError
@@ -40,7 +41,7 @@ def rename_processor(layer: str) -> str:
 
 
 A_B = (".lora_A.weight", ".lora_B.weight")
-A_B_OF_NAME = (".lora_A.style_0.weight", ".lora_B.style_0.weight")
+A_B_OF_NAME = (".lora_A.NAME.weight", ".lora_B.NAME.weight")
 DOWN_UP = (".lora_down.weight", ".lora_up.weight")
 FAMILIES: dict[str, tuple[Callable[[str], str], str, str]] = {
     "official": (str, *A_B),
@@ -58,17 +59,27 @@ FAMILIES: dict[str, tuple[Callable[[str], str], str, str]] = {
     "kohya": (lambda x: f"lora_unet_{flatten(x)}", *DOWN_UP),
     "kohya of diffusers": (lambda x: f"lora_unet_{flatten(rename_to_diffusers(x))}", *DOWN_UP),
 }
-"""Program -> its name of a layer, and the ends of down and up."""
+"""Program -> its name of a layer, and the ends of down and up; NAME is any adapter's."""
 RANKS = ((1, None, torch.float32), (4, 8.0, torch.bfloat16), (64, 8.0, torch.float16))
+SUFFIXES = (".safetensors", ".sft", ".pth", ".ckpt", ".pt", ".bin")
+
+
+def test_each_row_of_the_tables_is_merged() -> None:
+    """Prefixes have tests in test_lora_names.py."""
+    assert {(row.down, row.up) for row in NAMINGS} == {row[1:] for row in FAMILIES.values()}
+    assert {end for end in DIFFERENCES if not any(x.endswith(end) for x in CHANGES)} == set()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(
     family: str, weights: dict[str, Tensor], dense: Checkpoint, tmp_path: Path
 ) -> None:
-    """Each with a rank, an alpha and a dtype."""
-    spell, down_end, up_end = FAMILIES[family]
-    rank, alpha, dtype = RANKS[[*FAMILIES].index(family) % len(RANKS)]
+    """Each with a rank, an alpha, a dtype and a suffix of the file."""
+    spell, *ends = FAMILIES[family]
+    down_end, up_end = (end.replace("NAME", "style_0") for end in ends)
+    number = [*FAMILIES].index(family)
+    rank, alpha, dtype = RANKS[number % len(RANKS)]
+    path = tmp_path / f"x{SUFFIXES[number % len(SUFFIXES)]}"
     tensors, expected = {}, {}
     for seed, layer in enumerate(LAYERS):
         weight = weights[f"{layer}.weight"]
@@ -79,20 +90,21 @@ def test_families(
         factor = 0.7 * (1 if alpha is None else alpha / rank)
         delta = up.double() @ down.double().flatten(1)
         expected[f"{layer}.weight"] = weight.double() + factor * delta.reshape(weight.shape)
-    save_file(tensors, tmp_path / "x.safetensors")
-    actual = merge_file(tmp_path / "x.safetensors", dense, 0.7)
+    (save_file if path.suffix in SUFFIXES[:2] else torch.save)(tensors, path)
+    actual = merge_file(path, dense, 0.7)
     assert actual.keys() == expected.keys()
     for name, exact in expected.items():
         torch.testing.assert_close(actual[name].double(), exact, **ROUNDED)
 
 
-DIFFERENCES = {  # name in a file -> parameter
+CHANGES = {  # name in a file -> parameter
     "diffusion_model.blocks.0.norm3.diff": "blocks.0.norm3.weight",
     "diffusion_model.blocks.0.norm3.diff_b": "blocks.0.norm3.bias",
     "blocks.1.norm3.weight.diff": "blocks.1.norm3.weight",
     "blocks.1.self_attn.norm_q.diff": "blocks.1.self_attn.norm_q.weight",
     "blocks.1.cross_attn.norm_k.w_norm": "blocks.1.cross_attn.norm_k.weight",
     "diffusion_model.blocks.0.ffn.0.diff_b": "blocks.0.ffn.0.bias",
+    "diffusion_model.blocks.1.norm3.b_norm": "blocks.1.norm3.bias",
     "diffusion_model.blocks.1.diff_m": "blocks.1.modulation",
     "diffusion_model.blocks.0.scale_shift_table.diff": "blocks.0.modulation",
     "diffusion_model.head.diff_m": "head.modulation",
@@ -111,7 +123,7 @@ def test_every_kind_of_difference(
     """
     generator = torch.Generator().manual_seed(0)
     tensors, expected = {}, {}
-    for key, name in DIFFERENCES.items():
+    for key, name in CHANGES.items():
         tensors[key] = torch.randn(weights[name].shape, generator=generator)
         expected[name] = weights[name].double() + 0.5 * tensors[key].double()
     # The alpha / rank of a pair is a factor of its bias, and not of a difference of the bias.

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from lycoris.modules.dylora import DyLoraModule
+from lycoris.modules.full import FullModule
+from lycoris.wrapper import network_module_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -284,6 +287,21 @@ def test_other_kinds_of_peft_are_refused(
         sentences[kind] = get_refusal(merge_file, path, dense)
     accepted = [kind for kind, sentence in sentences.items() if not sentence]
     assert len(sentences) > 20 and not accepted, (len(sentences), accepted)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_kinds_of_lycoris_are_refused(
+    weights: dict[str, Tensor], dense: Checkpoint, tmp_path: Path
+) -> None:
+    """DyLoRA's files are those of a LoRA, and those of full training are differences."""
+    merged = {module_class for module_class, _ in LYCORIS.values()} | {DyLoraModule, FullModule}
+    others, path = {*network_module_dict.values()} - merged, tmp_path / "x.safetensors"
+    for module_class in others:
+        module = module_class("x", make_layer(weights[f"{Q}.weight"]), 1.0, 24, 2).double()
+        randomise(module, 0)
+        save_file({f"{Q}.{name}": x.contiguous() for name, x in module.state_dict().items()}, path)
+        assert get_refusal(merge_file, path, dense), module_class
+    assert len(others) >= 4
 
 
 @pytest.mark.filterwarnings("ignore")
