@@ -500,6 +500,14 @@ def test_the_attention_of_each_block_is_reused(name: str) -> None:
     assert (case.make_latents(4) - expected).abs().max() <= TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["animate", "control, low noise"])
+def test_a_cache_that_skips_nothing_applies_the_adapters_once(name: str) -> None:
+    case = CASES[name]()
+    expected = case.make_latents(2)
+    apply_cache_on_pipe(parallelize_pipe(case.pipe), "steps:0,1", force=True)
+    assert (case.make_latents(2) - expected).abs().max() <= TOLERANCE
+
+
 def test_a_pipeline_in_bfloat16_may_cache_guidance(video: Video, pipe: Any) -> None:
     steps = replace(video, steps=12)
     latents = steps.latents(apply_cache_on_pipe(pipe.to(torch.bfloat16), "cfg"))

@@ -29,6 +29,7 @@ from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import FLAGS
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
+from wan.settings.values import list_names
 from wan.tasks.base import make_video_params
 from wan.tasks.image2video import compute_i2v_size
 from wan.tasks.video2video import compute_ti2v_size
@@ -206,6 +207,34 @@ def test_latents_do_not_choose_where_the_video_goes(tiny, tmp_path: Path) -> Non
     (tmp_path / "v-2.json").touch()
     assert target("/nowhere/v.mp4") == tmp_path / "v-3.mp4"
     assert target("v.mp4", "--save_file", tmp_path / "mine.mp4") == tmp_path / "mine.mp4"
+
+
+def test_latents_have_the_sizes_of_their_settings(tiny, tmp_path: Path) -> None:
+    """Two latent frames are 1 + 4 frames; an image chooses the size at most."""
+    path, task = tmp_path / "x.safetensors", "t2v-A14B"
+    settings = {"task": task, "ckpt_dir": str(tiny(task))}
+    latents_file(path, settings=json.dumps(settings), format="pt")
+    assert resolve_flags("--decode_latents", path).params.frame_num == 5
+    settings |= {"image": str(tmp_path / "x.png"), "frame_num": 9}
+    latents_file(path, settings=json.dumps(settings), format="pt")
+    refusal = get_refusal(resolve_flags, "--decode_latents", path)
+    assert "whose frame_num is 5, and its settings say 9" in refusal
+
+
+def test_settings_before_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chip is an NPU, and at most 4096 ranks are planned."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    task = ("--task", "t2v-14B")
+    assert resolve_plan(*task, "--chip", "A5", "--device", "npu").setup.execution.device == "npu"
+    assert resolve_plan(*task, "--ring_size", 4096).setup.parallel.ring_size == 4096
+    refusal = get_refusal(resolve_plan, *task, "--ring_size", 4096, "--cfg_size", 2)
+    assert "give at most 4096" in refusal
+
+
+def test_lists_of_names() -> None:
+    assert list_names("abc") == "a, b, c"
+    assert list_names("abcd") == "a, b, c and 1 more"
 
 
 # Flag -> (a value other than its default as text, the parsed value, required flags).
