@@ -221,7 +221,7 @@ def test_latents_have_the_sizes_of_their_settings(tiny, tmp_path: Path) -> None:
     assert "whose frame_num is 5, and its settings say 9" in refusal
 
 
-def test_settings_before_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_devices_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chip is an NPU, and at most 4096 ranks are planned."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
