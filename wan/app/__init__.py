@@ -1,1 +1,1 @@
-"""What carries out a run, whoever asks: command line, service, Python classes, tools."""
+"""Carries out runs of all front ends: command line, service, Python classes, tools."""

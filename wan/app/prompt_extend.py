@@ -1,6 +1,6 @@
 """Prompt extension: a language model adds the detail that a short prompt leaves out.
 
-"dashscope" asks a service with OpenAI's chat completions, by default Alibaba's, and falls back to
+"dashscope" calls a service with OpenAI's chat completions, by default Alibaba's, and falls back to
 the original prompt, with a warning, if the service does not answer. "local_qwen" runs a
 transformers model on this machine, and raises InputError if that is not possible. The model gets a
 system text per purpose and language, a short user message and optionally a small image. Torch and

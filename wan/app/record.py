@@ -149,7 +149,7 @@ def write_record(
     video_loras = make_video_lora_record(run.inputs.loras)
     host_memory = system.read_peak_memory().to_record()
     record = {
-        # The flag converts the DiT to bf16, whatever the precision.
+        # The flag converts the DiT to bf16, with any precision.
         "settings": run.settings
         | ({} if execution.convert_model_dtype else {"precision": precision}),
         "sources": {n: source for n, source in run.sources.items() if n in run.settings},

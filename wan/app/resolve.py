@@ -138,7 +138,7 @@ def resolve_video(context: ResolveContext, *layers: Layer) -> Run:
     plan = context.plan
     with refuse_unusable_paths():
         with name_settings(layers[0].naming):
-            # Settings about the plan need it, wherever they stand.
+            # Settings about the plan need it, in any layer.
             layers += (Layer("the plan", layers[0].naming, {"plan": True}),) if plan else ()
             settings = merge(*layers, *read_lower_layers(*layers))
         with name_settings(settings.naming):

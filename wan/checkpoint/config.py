@@ -188,7 +188,7 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
 def _check_shapes_agree(
     path: Path, config_json: Mapping[str, Any], sizes: Mapping[str, Any]
 ) -> None:
-    """Refuses a config.json that does not agree with what the tensors' shapes show."""
+    """Refuses a config.json that does not agree with the tensors' shapes."""
     for key, value in sizes.items():
         json_value = config_json.get(key, value)
         if type(json_value) is not type(value) or json_value != value:

@@ -131,7 +131,7 @@ class WeightFinder:
         return [replace(weight_file, tag=tags[weight_file.path]) for weight_file in weight_files]
 
     def _note_broken_link(self, path: Path) -> bool:
-        """Adds a link to nothing, which may stand for a wanted file, to the errors."""
+        """Adds a link to nothing, which may replace a wanted file, to the errors."""
         if (error := find_link_error(path)) is not None:
             self.errors.append(error)
         return error is not None

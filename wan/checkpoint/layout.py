@@ -317,9 +317,9 @@ def _holds_expert(path: Path, expert: str = "high_noise") -> bool:
 
 
 def _check_expert_in_name(flag: str, path: Path, expert: str) -> None:
-    """Refuses a file whose name says that it is another expert.
+    """Refuses a file that is named as another expert.
 
-    For `dit`, a file whose name says that it is one of two experts is refused.
+    For `dit`, a file that is named as one of two experts is refused.
     """
     tag = detect_experts([path])[path]
     if tag is None or tag.expert == expert or not (tag.has_noise or tag.in_file_name):

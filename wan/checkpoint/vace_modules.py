@@ -38,7 +38,7 @@ def find_vace_modules(
     experts: Mapping[str, Mapping[str, TensorInfo]],
     presets: tuple[Preset, ...],
 ) -> dict[str, Path]:
-    """Finds the files of VACE's control blocks that a VACE task needs beside its t2v networks.
+    """Finds the files of VACE's control blocks, which a VACE task needs with its t2v networks.
 
     Args:
         experts: The tensors of each network.
@@ -65,7 +65,7 @@ def add_vace_module(
         path: The file or folder of the control blocks.
         folder: That of the network.
         config: The configuration of the network.
-        tensors: Of the network, by official name. Its own control blocks are replaced.
+        tensors: Of the network, by official name. Its control blocks are replaced.
 
     Raises:
         InputError: The network is none for text-to-video, or the file lacks control blocks.

@@ -4,7 +4,7 @@ A network's tokens are sharded after the patch embedding and gathered after the 
 In between diffusers' modules, including cross-attention, compute on a rank's tokens. Only
 self-attention needs the tokens of all ranks; our attention layer computes it.
 
-Adapters are the modules beside the blocks: VACE's control blocks and Animate's face adapters.
+Adapters are the modules next to the blocks: VACE's control blocks and Animate's face adapters.
 diffusers calls control blocks before all blocks, and face adapters after their blocks. With a step
 cache, the first block's call computes all blocks and calls the adapters; diffusers' own calls of
 adapters then have no effect.

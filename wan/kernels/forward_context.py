@@ -1,4 +1,4 @@
-"""What the layers must know about the sampling step that they compute."""
+"""Information for the layers about the sampling step that they compute."""
 
 from __future__ import annotations
 

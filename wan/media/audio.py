@@ -140,7 +140,7 @@ def add_audio(
         f",atrim=start={skip_seconds:.6f},asetpts=PTS-STARTPTS" if skip_seconds else ""
     )
     # A second more than the video, at whose end `-shortest` cuts; without an end of the silence,
-    # ffmpeg 7.0 would write it for ever.
+    # ffmpeg 7.0 would write it without end.
     filters += f",apad=whole_dur={min_seconds + 1:.6f}" if min_seconds else ""
     args = [*build_input_args(video), *build_input_args(audio), "-map", "0:v:0", "-map", "1:a:0"]
     args += ["-c:v", "copy", "-af", filters, "-c:a", "aac", "-b:a", "192k", "-shortest"]

@@ -1,6 +1,6 @@
 """The network of Wan-Animate-2: Wan2.1's image-to-video network with reference attention.
 
-It has no weights of its own. The tokens of the driving video (the reference tokens) pass the
+It has no further weights. The tokens of the driving video (the reference tokens) pass the
 network once per clip, at timestep 1; in the denoising steps each token also attends to the
 reference tokens of its latent frame (`wan.modules.reference_kv`). The first latent frame of the
 generated video is the reference image.

@@ -497,7 +497,7 @@ class WanModel(nn.Module):
             raise ValueError("This model takes no clip_fea; only image models of Wan2.1 do.")
 
     def clear_caches(self) -> None:
-        """Frees what is cached for the inputs of a video: embeddings, keys and values."""
+        """Frees the caches for the inputs of a video: embeddings, keys and values."""
         for value in vars(self).values():
             if isinstance(value, InputCache):
                 value.clear()

@@ -261,7 +261,7 @@ def describe_attention(setup: Setup, selected: SelectedKernels) -> str:
 
 
 def _can_compile_blocks(groups: ParallelGroups | None) -> bool:
-    """Whether all ranks have a folder for compiled code; a warning says why not."""
+    """Whether all ranks have a folder for compiled code; a warning gives the reason."""
     try:
         use_private_compiler_cache()
         problem = None

@@ -1,4 +1,4 @@
-"""The loop over the clips of a video; what a clip is, says the `ClipMaker` of the task."""
+"""The loop over the clips of a video; the `ClipMaker` of the task defines a clip."""
 
 from __future__ import annotations
 

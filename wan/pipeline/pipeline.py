@@ -380,7 +380,7 @@ class Pipeline:
         return self.device.torch_device
 
     def release_vae(self) -> None:
-        """Frees the memory of the VAE before denoising, as `offload` says."""
+        """Frees the memory of the VAE before denoising, according to `offload`."""
         self.release(self.vae)
 
     def release_all(self) -> None:
@@ -418,7 +418,7 @@ class Pipeline:
         return embeds.to(self.device.torch_device)
 
     def release(self, network: LazyModule[Any] | Experts) -> None:
-        """Frees a network's memory after its stage, as `offload` says.
+        """Frees a network's memory after its stage, according to `offload`.
 
         False: the network stays. "cpu": all networks with a copy in host memory leave the device;
         others are released. True and "block": the network is released.

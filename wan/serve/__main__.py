@@ -241,7 +241,7 @@ def _resolve_service_run(
     per_video = [name for name in flags.values if name in _PER_VIDEO_FLAGS]
     if per_video:
         raise InputError(f"`{per_video[0]}` is about one video", remedy="drop it")
-    # The file is never written: each job has its own one.
+    # The file is never written: each job gets another one.
     flags = flags.with_values({"save_file": folder.absolute() / "video.mp4"})
     return resolve.resolve_settings(flags, resolve.ResolveContext(require_inputs=False)), flags
 

@@ -53,7 +53,7 @@ def take_out_files(content: bytearray, key: str | None) -> tuple[bytes, dict[str
         of the data URLs in `content` by these texts.
 
     Raises:
-        RefusedError: There is too much besides the files.
+        RefusedError: There is too much without the files.
     """
     files: dict[str, tuple[int, int]] = {}
     json_text, position, token = bytearray(), 0, secrets.token_hex(8)

@@ -265,7 +265,7 @@ class Connections:
 
 
 class _Server(uvicorn.Server):
-    """A server that tells its application when it begins to stop, before it waits for requests."""
+    """A server that notifies its application of a stop before it waits for requests."""
 
     on_stop: Callable[[], None]
 

@@ -1,4 +1,4 @@
-"""Carries out what is left to deliver of ended jobs, and repeats what fails."""
+"""Carries out the deliveries of ended jobs, and repeats those that fail."""
 
 from __future__ import annotations
 

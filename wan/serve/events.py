@@ -24,7 +24,7 @@ class EventLog:
     """The last events of one unfinished job.
 
     Their ids are consecutive. Each start of the service begins a new series with larger ids, so
-    that they grow whatever the clock does.
+    that they grow with any change of the clock.
     """
 
     def __init__(self, series: int = 0) -> None:

@@ -329,7 +329,7 @@ def _suggest_field(key: str) -> str:
 
 
 def _check_ignored_field(key: str, value: Any) -> None:
-    """Refuses a value of a field without an effect, unless it asks for nothing."""
+    """Refuses a value of a field without an effect, unless it requests nothing."""
     accepted, is_scalar = IGNORED_FIELDS[key], isinstance(value, str | int | float)
     is_accepted = _normalize_value(value) in map(_normalize_value, accepted)
     if not (is_accepted if accepted else is_scalar):
@@ -440,7 +440,7 @@ def _apply_api_fields(fields: _RequestFields, run: Run, models: Sequence[str]) -
 def _apply_shape(fields: _RequestFields, run: Run) -> None:
     """Converts `aspect_ratio` and `short_edge` to `width` and `height`, in place.
 
-    What is not given is as in the service's own size: the area, or the shape.
+    A missing one is that of the service's size: the area, or the shape.
     """
     api_fields = fields.api_fields
     shape_fields = [name for name in ("aspect_ratio", "short_edge") if name in api_fields]

@@ -111,7 +111,7 @@ class JobFiles:
     def describe_refusal(
         self, error: InputError, job: ServiceJob, folder_files: Mapping[str, str]
     ) -> str:
-        """Returns the sentence of a refusal with fields in place of the paths of uploaded files.
+        """Returns the sentence of a refusal with fields instead of the paths of uploaded files.
 
         folder_files: Field -> file of the folder of uploaded files.
         """

@@ -1,4 +1,4 @@
-"""The journal of the jobs: one SQLite file, and in memory what is open or not yet written."""
+"""The journal of the jobs: one SQLite file, and in memory open jobs and unwritten changes."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class Journal:
     async def list_ended(self, seconds: float | None = None) -> list[str]:
         """Returns the ids of completed and failed jobs: some of those that ended first.
 
-        seconds: Only those that are older, as `is_older` says.
+        seconds: Only those that are older, as in `is_older`.
         """
         if seconds is None:
             rows = await self._query_long(_ENDED.format("clock_ended IS NOT NULL"), {})

@@ -163,7 +163,7 @@ class JournalFile:
         return connection
 
     def _create_tables(self) -> None:
-        """Checks the tables of an earlier start, and adds what they lack."""
+        """Checks the tables of an earlier start, and adds missing columns and tables."""
         (answer,) = self._writer.execute("PRAGMA quick_check(1)").fetchone()
         if answer != "ok":
             raise sqlite3.DatabaseError(str(answer).replace("\n", " "))

@@ -210,7 +210,7 @@ def read_row(row: Row) -> ServiceJob:
 
 
 def make_tombstone(job: ServiceJob) -> ServiceJob:
-    """Returns a deleted job with only its id, state and times, and what is left to do for it.
+    """Returns a deleted job with only its id, state and times, and its open deliveries.
 
     Its id may still be the cursor of a list.
     """

@@ -243,9 +243,9 @@ class Service:
     # Start, stop and ranks.
 
     async def serve_forever(self) -> None:
-        """Runs the ranks, and what is done beside the queue, until it is cancelled.
+        """Runs the ranks, and the tasks in the background, until it is cancelled.
 
-        It also ends when the journal is lost, as the log says.
+        It also ends when the journal is lost, as logged.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -538,7 +538,7 @@ class Service:
     def _make_refusal(self, error: InputError, job: ServiceJob) -> RefusedError:
         """Returns the refusal of a request with field names for uploaded files' paths."""
         message = self.files.describe_refusal(error, job, self.folder_files)
-        # A missing input is named where the sentence says what to do.
+        # A missing input is named where the sentence has the remedy.
         settings = re.findall(r"`(\w+)`", f"{error.subject} {error.remedy}")
         setting = next((name for name in settings if name != "task"), None)
         param = setting and job.names.get(setting, FIELD_NAMES.get(setting, setting))

@@ -227,7 +227,7 @@ def _describe_store_error(error: Exception) -> str:
 class StoreUploads:
     """Uploads the videos of completed jobs, and removes those of deleted jobs from the store.
 
-    What is left to do is in the journal. An uploaded video is removed from the local disk; uploads
+    Open deliveries are in the journal. An uploaded video is removed from the local disk; uploads
     of the request and the record stay there.
     """
 

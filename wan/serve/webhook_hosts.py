@@ -72,7 +72,7 @@ NO_HOSTS = WebhookHosts()
 def unwrap_address(
     address: ipaddress.IPv4Address | ipaddress.IPv6Address,
 ) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Returns the IPv4 address that an IPv6 address stands for, or the address itself."""
+    """Returns the IPv4 address that an IPv6 address contains, or the address itself."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
     if address in _NAT64:

@@ -49,7 +49,7 @@ _log.addFilter(RareMessages())
 class Webhooks:
     """Delivers the events of ended jobs: each at least once, those of a job in order.
 
-    What is left to deliver is in the journal.
+    Open deliveries are in the journal.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ COMMAND_LINE_NAMING = FlagNaming(
 
 
 def make_file_naming(path: object) -> FlagNaming:
-    """Returns how settings are written that stand in a file: `record.json: sample_steps 8`."""
+    """Returns how settings of a file are written: `record.json: sample_steps 8`."""
     return FlagNaming(
         lambda name, value: f"{path}: {name}" + ("" if value is None else f" {value}")
     )

@@ -23,7 +23,7 @@ REQUIRED = dataclasses.MISSING
 
 @dataclass(frozen=True)
 class HelpText:
-    """What a setting means, from which each front end makes its text.
+    """The meaning of a setting, from which each front end makes its text.
 
     Other settings are in backticks, as in an `InputError`.
 
@@ -59,7 +59,7 @@ class Option:
 
     Attributes:
         reader: Parses and checks a value.
-        meaning: What it means.
+        meaning: Its text.
         record: Whether the JSON record contains it; true for each setting that changes the video.
         needs: Setting without which this one has no effect.
         python: Call of the Python classes that accepts it: "load" for the constructor, "video" for
@@ -108,7 +108,7 @@ def option(default: Any, reader: Reader, help: str | HelpText, **attributes: Any
     Args:
         default: Default of the field.
         reader: Parses and checks a value.
-        help: What it means; a text, which includes the default, where no request may set it.
+        help: Its meaning; a text, which includes the default, where no request may set it.
         attributes: Further attributes of `Option`.
     """
     attributes.setdefault("line", attributes.get("python", "video") == "video")

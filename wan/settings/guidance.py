@@ -112,7 +112,7 @@ def read_slg(name: str, raw: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Guidance:
-    """Settings of guidance besides its scale; None selects the default in `help`."""
+    """Settings of guidance other than its scale; None selects the default in `help`."""
 
     guider: str = option(
         "cfg",

@@ -1,4 +1,4 @@
-"""What a task is: its inputs, the sizes of its videos, the inputs of denoising, and its clips.
+"""Tasks: their inputs, the sizes of their videos, the inputs of denoising, and their clips.
 
 `TASKS` names the room of each kind of task. A room defines `TASK`, a subclass of `Task` with what
 differs from text to video. This module and the rooms import torch only in functions that compute,
@@ -47,7 +47,7 @@ ShowPreview = Callable[["Tensor"], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What conditions a video besides its settings. Tasks add fields for their files.
+    """The conditions of a video other than its settings. Tasks add fields for their files.
 
     Attributes:
         image: The first image.
@@ -167,7 +167,7 @@ class Encoders(Protocol):
         """Returns the tensor that `make` returns on the main rank."""
 
     def release_vae(self) -> None:
-        """Frees the memory of the VAE before denoising, as `offload_model` says."""
+        """Frees the memory of the VAE before denoising, according to `offload_model`."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Clip:
     Attributes:
         latents: [Z,f,h,w], on every rank.
         frames: [3,F,H,W] in [-1, 1], the clip without overlap frames; None except on the main rank.
-        state: What the next clip continues from, on every rank; None if no clip can follow.
+        state: The tensor from which the next clip continues, on every rank; None: none can follow.
     """
 
     latents: Tensor
@@ -350,7 +350,7 @@ class Task:
     def make_encoder_input(
         self, params: VideoParams, video: Tensor, make: Callable[..., Tensor]
     ) -> Tensor | None:
-        """Returns, for `--plan` on a CPU, what the caller keeps while `video` is encoded."""
+        """Returns, for `--plan` on a CPU, the caller's tensors while `video` is encoded."""
         return video.clone()
 
 

@@ -117,7 +117,7 @@ def _make_private_folder(folder: Path) -> str | None:
 
 
 def _find_problem(folder: Path) -> str | None:
-    """Returns who else can change a folder, one of its parents or what is in it; None: nobody."""
+    """Returns who else can change a folder, one of its parents or its content; None: nobody."""
     *parents, (real_folder, status) = _iterate_components(folder)
     if not stat.S_ISDIR(status.st_mode):
         return "is no folder"
@@ -142,7 +142,7 @@ def _find_problem(folder: Path) -> str | None:
 
 
 def _iterate_components(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yields the folders and links from the root to a path, and those behind links; last the end.
+    """Yields the folders and links from the root to a path, and the targets of links; last the end.
 
     Raises:
         OSError: One does not exist, or there are too many links.

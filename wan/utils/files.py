@@ -353,7 +353,7 @@ def check_input_file(setting: str, path: Path, remedy: str) -> None:
 
 
 def find_link_error(path: Path) -> InputError | None:
-    """Returns the refusal of a path that is, or lies behind, a link to nothing; else None."""
+    """Returns the refusal of a path that is, or contains, a link to nothing; else None."""
     if os.path.exists(path):
         return None
     for link in (path, *path.parents):
@@ -365,7 +365,7 @@ def find_link_error(path: Path) -> InputError | None:
 
 
 def check_link(path: Path) -> None:
-    """Refuses a path that is, or lies behind, a link to nothing."""
+    """Refuses a path that is, or contains, a link to nothing."""
     if (error := find_link_error(path)) is not None:
         raise error
 

@@ -43,7 +43,7 @@ class _Handler(logging.StreamHandler):
 
 class _Formatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Formats a message on one line, whatever names of files and tensors it holds."""
+        """Formats a message on one line, with any names of files and tensors."""
         record.message = escape_controls(record.message)
         return super().formatMessage(record)
 
@@ -75,7 +75,7 @@ def silence_thread() -> Iterator[None]:
 
 @contextmanager
 def show_progress(is_shown: bool) -> Iterator[None]:
-    """Shows or hides progress bars in this context, whatever the level of the log is.
+    """Shows or hides progress bars in this context, at any level of the log.
 
     Those that are shown are written to stderr or into a notebook, not to the log.
     """

@@ -16,7 +16,7 @@ KvBlock = tuple[int, Tensor, Tensor]
 """The owner's rank, k and v, [B,S,N,D] each."""
 
 KeyPart = tuple[int, int, float]
-"""Consecutive keys, first and end, and what is added to their logits."""
+"""Consecutive keys, first and end, and the number that is added to their logits."""
 
 SplitKeys = Callable[[int, int], Sequence[KeyPart]]
 """split_keys(first_key, num_keys): the parts of a block whose first key has a global index."""

@@ -1,4 +1,4 @@
-"""Text that a program reads and prints, whatever the encoding of the locale."""
+"""Text that a program reads and prints, with any encoding of the locale."""
 
 from __future__ import annotations
 

@@ -200,12 +200,12 @@ def compile_cpp(source: str) -> CDLL:
 
 
 def has_avx512_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 by AVX-512; no public function tells."""
+    """Whether the CPU multiplies bfloat16 by AVX-512; there is no public function."""
     return torch.cpu._is_avx512_bf16_supported()
 
 
 def has_amx() -> bool:
-    """Whether the CPU has matrix instructions (AMX); no public function tells."""
+    """Whether the CPU has matrix instructions (AMX); there is no public function."""
     return torch.cpu._is_amx_tile_supported()
 
 

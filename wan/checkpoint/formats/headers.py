@@ -181,7 +181,7 @@ def read_folder_headers(folder: Path) -> dict[str, TensorInfo] | None:
             file for file in shards if not OTHER_COMPONENTS.search(_SHARD.sub(r"\1", file.name))
         ]
         named_files = [file for file in single_files if file.name.startswith(_PICKLE_STEMS)]
-        if suffixes == PICKLE_SUFFIXES and named_files:  # beside a trainer's other files
+        if suffixes == PICKLE_SUFFIXES and named_files:  # next to a trainer's other files
             single_files = named_files
         if len(single_files) > 1 and all(
             file.name.startswith(_PICKLE_STEMS) for file in single_files

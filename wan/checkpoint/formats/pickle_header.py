@@ -312,7 +312,7 @@ def _refuse_opcode(name: str, reader: _PickleReader, _: Any) -> None:
 
 
 def _make_key(key: Any) -> Any:
-    """Returns a key of a dictionary; the hash of nested tuples could take for ever."""
+    """Returns a key of a dictionary; the hash of nested tuples might not end."""
     return key if isinstance(key, str | int | float | None) else type(key).__name__
 
 

@@ -184,7 +184,7 @@ def select_network(
 def _find_roots(prefix: str, other_prefixes: Iterable[str]) -> tuple[str, ...]:
     """Returns the shortest part of each other network's prefix with which `prefix` does not begin.
 
-    Tensors beside another network are its own: `text_encoders.umt5xxl.logit_scale` belongs to
+    Tensors next to another network belong to it: `text_encoders.umt5xxl.logit_scale` belongs to
     `text_encoders.umt5xxl.transformer.`.
     """
     roots = []

@@ -60,7 +60,7 @@ def find_shared_prefix(
     Its words, or its parts between dots if it ends with a dot, are none of `OTHER_LAYERS`.
 
     Args:
-        prefixes: May stand between it and the known name.
+        prefixes: May come between it and the known name.
     """
     first_name, *next_names = names
 

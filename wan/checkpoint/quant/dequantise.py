@@ -38,8 +38,8 @@ def split_scales(qtype: str, blocks: Tensor) -> tuple[Tensor, ...]:
 
     Returns:
         For K types the low bits, the high bits if there are any, the scale of each sub-block, and
-        what is subtracted from its values, if anything; for other types the values as integers
-        [B,V], their scale, and what is added, if anything.
+        the offset that is subtracted from its values, if any; for other types the values as
+        integers [B,V], their scale, and the added offset, if any.
     """
     return _SPLITTERS[qtype](blocks)
 
