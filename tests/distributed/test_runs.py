@@ -108,8 +108,7 @@ RUNS = {
 }
 LORA_LAYERS = {  # kind -> layer; DoRA's norms need the rows of all ranks
     "LoRA": "blocks.0.self_attn.q",
-    "DoRA of rows": "blocks.0.self_attn.k",
-    "DoRA of columns": "blocks.0.self_attn.v",
+    "DoRA": "blocks.0.self_attn.k",
     "LoHa": "blocks.1.cross_attn.o",
     "LoKr": "blocks.0.ffn.0",
     "GLoRA": "blocks.1.ffn.2",

@@ -77,7 +77,7 @@ class Task:
         """Generates the video with an object of the class; returns its tensor."""
         call = {"input_prompt": self.prompts[0], **self.settings}
         if len(self.prompts) > 1:
-            call["clip_prompts"] = [*self.prompts]
+            call |= {"input_prompt": "", "clip_prompts": [*self.prompts]}
         for flag, path in inputs.items():
             call[flag[2:]] = Image.open(path) if path.suffix == ".png" else str(path)
         parameters = signature(model.generate).parameters
