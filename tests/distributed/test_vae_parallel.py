@@ -24,6 +24,7 @@ from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
 from wan.device import select_device
 from wan.distributed.ulysses import SINGLE_RANK
+from wan.modules.vae import winograd
 from wan.modules.vae.network import Autoencoder, ResidualBlock
 from wan.modules.vae.rows import ALL_ROWS, Rows
 from wan.modules.vae.sharded import ShardedRows, split_rows_evenly
@@ -114,6 +115,47 @@ def test_any_height_and_number_of_ranks(
     main, *idle_results = run_on_ranks(world, compute_distances, tiny(task) / file, shapes, dtype)
     assert len(main) == len(shapes) and not any(idle_results)
     assert all(max(pair) <= limit for pair in main), main
+
+
+def check_winograd(path: Path) -> None:
+    """Rows of several ranks, and a rank that runs out of memory in its second latent frame."""
+    autoencoder = network(path).float()
+    winograd.is_faster = lambda *_: True  # type: ignore[assignment]
+    for height in (3, 8):
+        z = make_random(1, autoencoder.version.z_dim, 2, height, 5)
+        scale = autoencoder.version.scale
+        video = make_random(1, 3, 5, height * scale, 3 * scale).tanh()
+        rows = make_sharded_rows(height)
+        if rows.is_idle:
+            rows.join_memory_agreements(2 * 3)
+            continue
+        shards = decode_and_encode(autoencoder, z, video, rows)
+        if rows.rank == 0:
+            assert all(map(torch.equal, shards, decode_and_encode(autoencoder, z, video, ALL_ROWS)))
+    fail_in_second_frame = 20  # residual blocks
+
+    def fail(*_: object) -> None:
+        nonlocal fail_in_second_frame
+        fail_in_second_frame -= 1
+        if rows.rank == 1 and not fail_in_second_frame:
+            raise MemoryError
+
+    hook = register_module_forward_pre_hook(
+        lambda module, _: fail() if isinstance(module, ResidualBlock) else None
+    )
+    with pytest.raises(MemoryError, match="A rank has run out of memory in the VAE"):
+        for _ in autoencoder.decode(z, rows):
+            pass
+    hook.remove()
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs a CPU with AVX-512"
+)
+@pytest.mark.parametrize("world", [2, slow(3)])
+def test_winograd_on_ranks_is_bit_equal_to_one(tiny, world: int) -> None:
+    for task, file in FILES.values():
+        run_on_ranks(world, check_winograd, tiny(task) / file)
 
 
 def fail_on_one_rank() -> None:

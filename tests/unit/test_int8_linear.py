@@ -53,6 +53,26 @@ def test_rounds_its_parameters_to_the_model_dtype() -> None:
         assert linear(x).dtype == dtype and torch.equal(linear(x), expected)
 
 
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs a CPU with AVX-512"
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [40, 33])
+def test_in_cpp_bit_for_bit(
+    dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Odd sizes, zeros, halves between two integers, and a layer without a bias."""
+    monkeypatch.setattr("wan.kernels.int8_linear.MIN_CPP_NUMEL", 0)
+    linear = make_layer(19, columns, dtype=dtype, smooth=columns == 33)
+    x = torch.randn(7, columns, generator=torch.Generator().manual_seed(3)).mul(3).to(dtype)
+    x[1] = torch.linspace(-127, 127, 2 * columns)[:columns].div(0.5).round().div(2)
+    out = linear(x)
+    assert torch.equal(out, torch.from_numpy(apply_with_numpy(linear, x)).to(dtype))
+    linear.bias = None
+    zeros = linear(torch.zeros(3, columns))
+    assert zeros.dtype == dtype and not zeros.any()
+
+
 def test_sees_each_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of a token are the same in any call and in any slice of one."""
     linear = make_layer()

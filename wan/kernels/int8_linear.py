@@ -5,11 +5,16 @@ Legend: L tokens, I input channels, O output channels.
 Each token is quantized by its largest value (scale = max|x| / 127, rounding half to even). Products
 are summed exactly in int32 and scaled in float32: ((sum * weight scale) * token scale) + bias. The
 bits of a token's result do not depend on how tokens are divided into calls, ranks or chunks.
+
+On CPUs with AVX-512, large layers quantize and scale in C++, one pass each, with the same bits.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +23,10 @@ from torch import Tensor, nn
 from wan.kernels.interfaces import divide_exactly
 from wan.settings.numerics import get_int8_slice_numel
 from wan.utils import torch_private
+from wan.utils.log import logger, summarize_error
 
+MIN_CPP_NUMEL = 1 << 20  # of a weight: smaller layers do not repay compiling
+_CPP_DTYPES = torch.float32, torch.bfloat16
 _CUDA_ROWS, _CUDA_MULTIPLE = 32, 8  # CUDA's int8 product needs 17 rows or more, sizes 8n
 
 
@@ -75,11 +83,39 @@ class W8A8Linear(nn.Module):
         x_LI = x_LI.to(self.dtype)
         if self.factors is not None:
             x_LI = x_LI * self.factors
+        if self._uses_cpp(x_LI):
+            return self._multiply_in_cpp(x_LI)
         values_LI, scale_L1 = quantize_per_token(x_LI)
         out_LO = multiply_int8(values_LI, self.weight).float()
         out_LO = out_LO.mul_(self.weight_scale).mul_(scale_L1)
         out_LO = out_LO if self.bias is None else out_LO.add_(self.bias)
         return out_LO.to(self.dtype)
+
+    def _uses_cpp(self, x_LI: Tensor) -> bool:
+        is_supported = x_LI.device.type == "cpu" and self.dtype in _CPP_DTYPES
+        is_large = self.weight.numel() >= MIN_CPP_NUMEL
+        return is_supported and is_large and not torch.compiler.is_compiling() and _has_compiled()
+
+    def _multiply_in_cpp(self, x_LI: Tensor) -> Tensor:
+        library, threads = _load_int8_library(), torch.get_num_threads()
+        x_LI, is_bfloat16 = x_LI.contiguous(), self.dtype == torch.bfloat16
+        values_LI = torch.empty(x_LI.shape, dtype=torch.int8)
+        scale_L1 = torch.empty(len(x_LI), 1)
+        pointers = values_LI.data_ptr(), scale_L1.data_ptr()
+        library.quantize_rows(x_LI.data_ptr(), is_bfloat16, *x_LI.shape, *pointers, threads)
+        sums_LO = multiply_int8(values_LI, self.weight)
+        out_LO = torch.empty(sums_LO.shape, dtype=self.dtype)
+        library.scale_products(
+            sums_LO.data_ptr(),
+            self.weight_scale.data_ptr(),
+            scale_L1.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            *sums_LO.shape,
+            out_LO.data_ptr(),
+            is_bfloat16,
+            threads,
+        )
+        return out_LO
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, int8 -> {self.dtype}"
@@ -118,3 +154,29 @@ def multiply_padded(
     if extra_outer or extra_inner:
         b_OI = F.pad(b_OI, (0, extra_inner, 0, extra_outer))
     return multiply(a_LI, b_OI.t())[:rows, :outer]
+
+
+@cache
+def _has_compiled() -> bool:
+    """Whether this CPU has AVX-512 and the C++ compiles; a process tries and warns once."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    try:
+        _load_int8_library()
+    except Exception as error:  # any of the compiler, or of the folder of its cache
+        logger.warning(
+            "int8 layers run without a compiler, which costs speed only: %s.",
+            summarize_error(error),
+        )
+        return False
+    return True
+
+
+@cache
+def _load_int8_library() -> ctypes.CDLL:
+    library = torch_private.compile_cpp(Path(__file__).with_suffix(".cpp").read_text())
+    pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.quantize_rows.restype = library.scale_products.restype = None
+    library.quantize_rows.argtypes = [pointer, number, *[integer] * 2, *[pointer] * 2, number]
+    library.scale_products.argtypes = [*[pointer] * 4, *[integer] * 2, pointer, number, number]
+    return library

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wan.modules.vae import winograd
 from wan.modules.vae.rows import ALL_ROWS, Rows, VaeState
 
 silu = partial(F.silu, inplace=True)
@@ -37,27 +38,69 @@ def match_weight_layout(x_BCFHW: Tensor, weight: Tensor) -> Tensor:
     return x_BCFHW.to(weight.dtype).contiguous(memory_format=layout)
 
 
-def pad_conv_input(conv: nn.Conv3d, x_BCFHW: Tensor, state: VaeState) -> Tensor:
+ConvInput = Tensor | list[Tensor | None]
+"""[B,C,F,H,W], or for `winograd.convolve` frames [C,H,W] (None: zeros), with their border."""
+
+
+def make_conv_input(
+    conv: nn.Conv3d, x_BCFHW: Tensor, state: VaeState, norm: RMSNorm | None = None
+) -> ConvInput:
     """Pads the input of a causal 3x3x3 convolution and updates the frame cache.
 
     The two previous frames are prepended, and a border of one pixel is added. Frames before the
     first one and pixels outside the image are zeros.
+
+    Args:
+        norm: Applied to x first, and then SiLU.
     """
+    cached_frames = state.cached_frames.setdefault(conv, deque(maxlen=PAST))
+    if state.uses_winograd:
+        current = _pad_frames(x_BCFHW, state, norm)
+        earlier = [None] * (PAST - len(cached_frames)) + [frame[0, :, 0] for frame in cached_frames]
+        last = current[:, :, -PAST:]  # cloned if it would keep more frames in memory
+        cached_frames.extend((last if last.shape == current.shape else last.clone()).split(1, 2))
+        return [*earlier, *current[0].unbind(1)]
     _, channels, frames, rows, columns = x_BCFHW.shape
     layout = torch.channels_last_3d if _is_channels_last(x_BCFHW) else torch.contiguous_format
     shape = (1, channels, PAST + frames, rows + 2, columns + 2)
     padded = torch.empty(shape, dtype=x_BCFHW.dtype, device=x_BCFHW.device, memory_format=layout)
     current = padded[:, :, PAST:]
-    current[..., 1:-1, 1:-1] = x_BCFHW
+    inside = current[..., 1:-1, 1:-1]
+    if norm is None:
+        inside.copy_(x_BCFHW)
+    else:
+        silu(norm(x_BCFHW, out=inside))
     current[..., 0].zero_()
     current[..., -1].zero_()
     state.rows.exchange_halo(current, 1, 1)
-    cached_frames = state.cached_frames.setdefault(conv, deque(maxlen=PAST))
     padded[:, :, : PAST - len(cached_frames)].zero_()
     for index, frame in enumerate(cached_frames, PAST - len(cached_frames)):
         padded[:, :, index : index + 1] = frame
     cached_frames.extend(frame.clone() for frame in current[:, :, -PAST:].split(1, dim=2))
     return padded
+
+
+def _pad_frames(x_BCFHW: Tensor, state: VaeState, norm: RMSNorm | None = None) -> Tensor:
+    """Adds a border of one pixel to frames of x or, with a norm, of SiLU(norm(x)), in float32."""
+    _, channels, frames, rows, columns = x_BCFHW.shape
+    padded = x_BCFHW.new_empty(1, frames, channels, rows + 2, columns + 2).transpose(1, 2)
+    if norm is None:
+        padded[..., 0].zero_()
+        padded[..., -1].zero_()
+        padded[..., 1:-1, 1:-1] = x_BCFHW
+    else:
+        for index in range(frames):
+            winograd.normalize(norm.gamma, x_BCFHW[0, :, index], padded[0, :, index])
+    state.rows.exchange_halo(padded, 1, 1)
+    return padded
+
+
+def apply_conv(conv: nn.Conv3d, conv_input: ConvInput) -> Tensor:
+    """Applies a 3x3x3 convolution to the result of `make_conv_input`."""
+    if isinstance(conv_input, list):
+        return winograd.convolve(conv, conv_input).unsqueeze(0)
+    y_BCFHW: Tensor = conv(conv_input)
+    return y_BCFHW
 
 
 class RMSNorm(nn.Module):
@@ -68,7 +111,7 @@ class RMSNorm(nn.Module):
         self.gamma = nn.Parameter(torch.ones(channels, *[1] * dims))
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Normalizes axis 1. The norm is computed at least in float32. out: may be x."""
+        """Normalizes axis 1. The norm is computed at least in float32."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=dtype).clamp_min_(1e-12)
         out = torch.div(x, length, out=torch.empty_like(x) if out is None else out)
@@ -87,10 +130,10 @@ class ResidualBlock(nn.Module):
         )
 
     def forward(self, x_BCFHW: Tensor, state: VaeState) -> Tensor:
-        y = self.conv1(pad_conv_input(self.conv1, silu(self.norm1(x_BCFHW)), state))
-        conv_input = pad_conv_input(self.conv2, silu(self.norm2(y, out=y)), state)
+        y = apply_conv(self.conv1, make_conv_input(self.conv1, x_BCFHW, state, self.norm1))
+        conv_input = make_conv_input(self.conv2, y, state, self.norm2)
         del y  # free it before the next tensor of its size is allocated
-        y = self.conv2(conv_input)
+        y = apply_conv(self.conv2, conv_input)
         del conv_input
         return y.add_(self.conv_shortcut(x_BCFHW))
 
@@ -153,6 +196,10 @@ class Upsample(nn.Module):
         if self.time_conv is not None:
             x_BCFkHW = self._upsample_time(self.time_conv, x_BCFHW, state)
         _, channels, frames, k, rows, columns = x_BCFkHW.shape
+        if state.uses_winograd:
+            conv, padded = self.resample[1], _pad_frames(x_BCFkHW.flatten(2, 3), state)
+            assert isinstance(conv, nn.Conv2d)
+            return winograd.convolve(conv, padded[0].unbind(1), upsampled=True).unsqueeze(0)
         conv_input = _allocate_frames(x_BCFHW, frames * k, channels, 2 * rows + 2, 2 * columns + 2)
         inside = conv_input[..., 1:-1, 1:-1].unflatten(4, (columns, 2)).unflatten(3, (rows, 2))
         inside.unflatten(2, (frames, k)).copy_(x_BCFkHW[..., None, :, None])
@@ -342,10 +389,10 @@ class Encoder(nn.Module):
         frame_groups = split_large_frames(x.flatten(1, 3), self.conv_in.out_channels)
         x = torch.cat([self._encode_large_frames(frames, state) for frames in frame_groups], dim=2)
         x = self.mid_block(run_blocks(self.down_blocks[self._num_large_blocks :], x, state), state)
-        return self.conv_out(pad_conv_input(self.conv_out, silu(self.norm_out(x, out=x)), state))
+        return apply_conv(self.conv_out, make_conv_input(self.conv_out, x, state, self.norm_out))
 
     def _encode_large_frames(self, x_BCFHW: Tensor, state: VaeState) -> Tensor:
-        x = self.conv_in(pad_conv_input(self.conv_in, x_BCFHW, state))
+        x = apply_conv(self.conv_in, make_conv_input(self.conv_in, x_BCFHW, state))
         return run_blocks(self.down_blocks[: self._num_large_blocks], x, state)
 
 
@@ -393,8 +440,9 @@ class Decoder(nn.Module):
 
     def forward(self, z_BZfhw: Tensor, state: VaeState) -> Tensor:
         """Decodes a latent frame to the first frame, or to the next four."""
-        x = pad_conv_input(self.conv_in, match_weight_layout(z_BZfhw, self.conv_in.weight), state)
-        x = self.mid_block(self.conv_in(x), state)
+        x = match_weight_layout(z_BZfhw, self.conv_in.weight)
+        x = apply_conv(self.conv_in, make_conv_input(self.conv_in, x, state))
+        x = self.mid_block(x, state)
         x = run_blocks(self.up_blocks[:_FIRST_LARGE_LEVEL], x, state)
         frame_groups = split_large_frames(x, x.shape[1])
         x = torch.cat([self._decode_large_frames(frames, state) for frames in frame_groups], dim=2)
@@ -403,7 +451,7 @@ class Decoder(nn.Module):
 
     def _decode_large_frames(self, x_BCFHW: Tensor, state: VaeState) -> Tensor:
         x = run_blocks(self.up_blocks[_FIRST_LARGE_LEVEL:], x_BCFHW, state)
-        return self.conv_out(pad_conv_input(self.conv_out, silu(self.norm_out(x, out=x)), state))
+        return apply_conv(self.conv_out, make_conv_input(self.conv_out, x, state, self.norm_out))
 
 
 class Autoencoder(nn.Module):
@@ -431,12 +479,18 @@ class Autoencoder(nn.Module):
                 parameter.data = parameter.data.contiguous(memory_format=last)
         return self
 
+    def _make_state(self, rows: Rows, base_width: int, num_latents: int) -> VaeState:
+        """num_latents: Rows x columns of a latent frame of all ranks."""
+        return VaeState(rows, winograd.is_faster(self.quant_conv.weight, base_width, num_latents))
+
     def encode(self, video_B3FHW: Tensor, rows: Rows = ALL_ROWS) -> Tensor:
         """Encodes pixels in [-1, 1], F = 4n+1, to the mean of the latents [B,Z,f,h,w].
 
         rows: The rows of this rank. The main rank returns all rows, other ranks none.
         """
-        state, local_video = VaeState(rows), rows.slice_local_rows(video_B3FHW, self.version.scale)
+        width, num_pixels = self.encoder.conv_in.out_channels, video_B3FHW[0, 0, 0].numel()
+        state = self._make_state(rows, width, num_pixels // self.version.scale**2)
+        local_video = rows.slice_local_rows(video_B3FHW, self.version.scale)
         ends = range(1, local_video.shape[2] + 1, FRAMES_PER_LATENT)
         frame_groups = (local_video[:, :, max(0, end - FRAMES_PER_LATENT) : end] for end in ends)
         latent_frames = [rows.run_network(self.encoder, x, state) for x in frame_groups]
@@ -449,7 +503,8 @@ class Autoencoder(nn.Module):
 
     def decode(self, z_BZfhw: Tensor, rows: Rows = ALL_ROWS) -> Iterator[Tensor]:
         """Decodes latents; yields [B,3,1,H,W], then [B,3,4,H,W] for each further latent frame."""
-        state = VaeState(rows)
+        width = self.decoder.conv_out.in_channels
+        state = self._make_state(rows, width, z_BZfhw[0, 0, 0].numel())
         z = rows.run_with_memory_agreement(lambda: self.post_quant_conv(z_BZfhw.to(self.dtype)))
         for local_z in rows.slice_local_rows(z, 1).split(1, dim=2):
             yield rows.run_network(self.decoder, local_z, state)

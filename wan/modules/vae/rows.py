@@ -64,8 +64,10 @@ class VaeState:
 
     Attributes:
         rows: The rows of this rank.
+        uses_winograd: Convolutions use Winograd's algorithm; the same decision on all ranks.
         cached_frames: The last input frames of each causal convolution, with their halos.
     """
 
     rows: Rows
+    uses_winograd: bool
     cached_frames: dict[nn.Module, deque[Tensor]] = field(default_factory=dict)

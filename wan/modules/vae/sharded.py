@@ -29,8 +29,14 @@ T = TypeVar("T")
 
 
 def split_rows_evenly(height: int, num_ranks: int) -> tuple[int, ...]:
-    """Returns the number of rows of each rank, as even as possible; the last may have none."""
-    return tuple(height // num_ranks + (rank < height % num_ranks) for rank in range(num_ranks))
+    """Returns the number of rows of each rank, as even as possible; the last may have none.
+
+    Ranks get pairs of rows, because Winograd's tiles have two rows (`wan.modules.vae.winograd`).
+    """
+    num_pairs = -(-height // 2)
+    pairs = [num_pairs // num_ranks + (rank < num_pairs % num_ranks) for rank in range(num_ranks)]
+    ends = [min(height, 2 * end) for end in accumulate(pairs)]
+    return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
 
 
 class ShardedRows(Rows):
@@ -115,9 +121,8 @@ class ShardedRows(Rows):
             state.cached_frames.clear()
             weights = {name: _to_meta(x) for name, x in network.named_parameters()}
             failed_rank_rows = _FailedRankRows(self)
-            frames = functional_call(
-                network, weights, (_to_meta(x_BCFHW), VaeState(failed_rank_rows, cached_frames))
-            )
+            failed_state = VaeState(failed_rank_rows, state.uses_winograd, cached_frames)
+            frames = functional_call(network, weights, (_to_meta(x_BCFHW), failed_state))
             failed_rank_rows.gather_on_main(frames)
 
         return self.run_with_memory_agreement(
