@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -144,12 +144,26 @@ class JobFiles:
 
     def read_upload_name(self, job: ServiceJob, path: Path) -> str:
         """Returns the client's name of an uploaded file; the name of its path if it is unknown."""
-        key = str(path.relative_to(self.job_folder(job))).removeprefix(UPLOAD_PREFIX)
+        (name,) = self._read_client_names(job, [path])
+        return name or f"{job.id}-{path.name}"
+
+    def list_input_names(
+        self, job: ServiceJob, folder_files: Mapping[str, str]
+    ) -> dict[str, list[str | None]]:
+        """Returns the clients' names of a job's uploads by field; None where there is no name.
+
+        folder_files: See `list_inputs`.
+        """
+        inputs = self.list_inputs(job, folder_files)
+        return {field: self._read_client_names(job, paths) for field, paths in inputs.items()}
+
+    def _read_client_names(self, job: ServiceJob, paths: Sequence[Path]) -> list[str | None]:
         try:
             names = read_json(self.upload_path(job, _NAMES))
         except InputError:
             names = {}
-        return str(names.get(key) or f"{job.id}-{path.name}")
+        keys = [str(path.relative_to(self.job_folder(job))) for path in paths]
+        return [names.get(key.removeprefix(UPLOAD_PREFIX)) or None for key in keys]
 
     def read_uploads(self, job: ServiceJob) -> dict[str, bytes]:
         """Reads the uploaded files of a job, by name."""
