@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.serve.bodies import FORM, make_form, make_picture
 from tests.serve.jobs import Jobs
-from wan.serve.archives import ArchiveFile, read_file, stream_archive
+from wan.serve.archives import ArchiveFile, read_parts, stream_archive
 
 
 def read_zip(content: bytes) -> dict[str, bytes]:
@@ -33,6 +33,11 @@ async def test_videos_and_uploaded_files(tmp_path: Path) -> None:
     assert (status, answer["error"]["code"]) == (404, "not_ready")
     jobs.start_idle_ranks()
     jobs.complete(name, video=b"one" * 999)
+    latents = {".latents.safetensors": b"l", ".steps/step_01.safetensors": b"s"}
+    for suffix, saved in latents.items():
+        path_of_latents = jobs.folder / "jobs" / name / f"video{suffix}"
+        path_of_latents.parent.mkdir(exist_ok=True)
+        path_of_latents.write_bytes(saved)
     upload = "inputs/input_reference_b_ ä 1_.png"
     for others in ({}, {f"{name}-1.mp4": b"two"}):
         if others:
@@ -44,7 +49,8 @@ async def test_videos_and_uploaded_files(tmp_path: Path) -> None:
         described = json.loads(files.pop(f"{name}.json"))
         described["seconds_left"] = (current := await jobs.get_video(name)).get("seconds_left")
         assert described | {"seconds_left": None} == current | {"seconds_left": None}
-        assert files == {f"{name}.mp4": b"one" * 999, upload: make_picture(), **others}
+        sent = {f"{name}.mp4": b"one" * 999, upload: make_picture()}
+        assert files == sent | {f"{name}{s}": saved for s, saved in latents.items()} | others
     status, headers, content = await jobs.request(path, method="HEAD")
     assert (status, headers["content-type"], content) == (200, "application/zip", b"")
     (jobs.folder / "jobs" / name / "video.mp4").unlink()
@@ -73,7 +79,7 @@ async def test_a_large_archive(tmp_path: Path) -> None:
     archive, peak = tmp_path / "a.zip", 0
     with archive.open("wb") as out:
         tracemalloc.start()
-        async for part in stream_archive([ArchiveFile("large.mp4", size, read_file(large))]):
+        async for part in stream_archive([ArchiveFile("large.mp4", size, read_parts(large))]):
             out.write(part)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

@@ -60,7 +60,7 @@ async def stream_archive(files: Iterable[ArchiveFile]) -> AsyncIterator[bytes]:
     yield buffer.take()
 
 
-async def read_file(path: Path) -> AsyncIterator[bytes]:
+async def read_parts(path: Path) -> AsyncIterator[bytes]:
     """Yields the bytes of a local file."""
     file = await asyncio.to_thread(path.open, "rb")
     try:

@@ -68,6 +68,14 @@ class JobFiles:
         """Returns the path of one of a job's videos."""
         return self.job_folder(job) / f"{make_output_stem(index)}.mp4"
 
+    def list_latents(self, job: ServiceJob, index: int) -> list[tuple[str, Path]]:
+        """Returns suffix and path of each file of saved latents of one of a job's videos."""
+        video = self.video_path(job, index)
+        paths = video.parent.glob(f"{video.stem}.latents.safetensors")
+        steps = video.with_suffix(".steps").glob("*.safetensors")
+        suffix_start = len(str(video.with_suffix("")))
+        return [(str(path)[suffix_start:], path) for path in (*paths, *sorted(steps))]
+
     def count_videos(self, job: ServiceJob) -> int:
         """Returns the number of a job's videos on the local disk before the first missing one."""
         exists = [self.video_path(job, index).exists() for index in range(job.num_outputs)]

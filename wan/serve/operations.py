@@ -108,7 +108,7 @@ OPERATIONS = (
     ),
     Operation(
         "GET", "/v1/videos/{id}/archive", "getArchive",
-        "Download the complete videos, the video object and the uploaded files as one zip",
+        "Download videos, saved latents, the video object and the uploaded files as one zip",
         "application/zip", ("404", "410"),
     ),
     Operation(

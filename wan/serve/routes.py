@@ -27,8 +27,8 @@ from wan.serve import fields, listing
 from wan.serve.archives import (
     ArchiveFile,
     make_entry_name,
-    read_file,
     read_once,
+    read_parts,
     stream_archive,
 )
 from wan.serve.bodies import call_by_size, count_file_bytes, read_body
@@ -205,26 +205,28 @@ class Routes:
         return StreamingResponse(content, media_type="application/zip", headers=headers)
 
     async def _list_archive_files(self, request: Request, job: ServiceJob) -> list[ArchiveFile]:
-        """Returns the complete videos, the video object as JSON, and the uploaded files."""
-        files: list[ArchiveFile] = []
+        """Returns the complete videos with saved latents, the video object, and the uploads."""
+        video = make_video_object(self._service, job)
+        text = json.dumps(video, indent=1, ensure_ascii=False).encode()
+        files = [ArchiveFile(f"{job.id}.json", len(text), read_once(text))]
+        paths: dict[str, Path] = {}  # of local files, by name
+        job_files, folder_files = self._service.files, self._service.folder_files
         for index in range(job.num_completed):
-            path, name = self._service.files.video_path(job, index), make_file_name(job, index)
+            path, name = job_files.video_path(job, index), make_file_name(job, index)
             if job.store_state == "stored":
                 store = self._get_store()
                 size = await get_stored_size(request, store, job.id, path.name)
-                content = store.read(job.id, path.name, 0, size)
-                files.append(ArchiveFile(name, size, content))
+                files.append(ArchiveFile(name, size, store.read(job.id, path.name, 0, size)))
             else:
-                files.append(ArchiveFile(name, self._stat_file(job, path).st_size, read_file(path)))
-        video = make_video_object(self._service, job)
-        text = json.dumps(video, indent=1, ensure_ascii=False).encode()
-        files.append(ArchiveFile(f"{job.id}.json", len(text), read_once(text)))
-        inputs = self._service.files.list_inputs(job, self._service.folder_files)
-        for field, paths in inputs.items():
-            for number, path in enumerate(paths, 1):
-                name = self._service.files.read_upload_name(job, path)
-                name = make_entry_name(field, number if len(paths) > 1 else None, name)
-                files.append(ArchiveFile(name, self._stat_file(job, path).st_size, read_file(path)))
+                paths[name] = path
+            for suffix, latents in job_files.list_latents(job, index):
+                paths[make_file_name(job, index, suffix)] = latents
+        for field, uploads in job_files.list_inputs(job, folder_files).items():
+            for number, path in enumerate(uploads, 1):
+                name = job_files.read_upload_name(job, path)
+                paths[make_entry_name(field, number if len(uploads) > 1 else None, name)] = path
+        for name, path in paths.items():
+            files.append(ArchiveFile(name, self._stat_file(job, path).st_size, read_parts(path)))
         return files
 
     async def input(self, request: Request) -> Response:
