@@ -32,11 +32,13 @@ class _Buffer:
     def __init__(self) -> None:
         self._parts: list[bytes] = []
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes, /) -> int:
         self._parts.append(bytes(data))
         return len(data)
 
     def flush(self) -> None: ...
+
+    def close(self) -> None: ...
 
     def take(self) -> bytes:
         content = b"".join(self._parts)

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from importlib import resources
@@ -197,14 +197,14 @@ class Routes:
         """Answers with a zip of all that clients may download of a job."""
         job = self._service.find_job(request.path_params["id"])
         _check_completed(job, 0)
-        files = await self._list_archive_files(request, job)
+        files = await self._find_archive_files(request, job)
         headers = {"content-disposition": f'attachment; filename="{job.id}.zip"'}
         if request.method == "HEAD":
             return Response(headers=headers, media_type="application/zip")
         content = stream_archive(files)
         return StreamingResponse(content, media_type="application/zip", headers=headers)
 
-    async def _list_archive_files(self, request: Request, job: ServiceJob) -> list[ArchiveFile]:
+    async def _find_archive_files(self, request: Request, job: ServiceJob) -> Sequence[ArchiveFile]:
         """Returns the complete videos with saved latents, the video object, and the uploads."""
         video = make_video_object(self._service, job)
         text = json.dumps(video, indent=1, ensure_ascii=False).encode()
