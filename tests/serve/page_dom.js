@@ -159,17 +159,21 @@ export function openDocument(html, stored = {}) {
       if (!EMPTY.test(name)) parent = node;
     }
   }
-  const items = new Map(Object.entries(stored));
+  const makeStorage = () => {
+    const items = new Map(Object.entries(stored));
+    return {
+      getItem: (name) => items.get(name) ?? null,
+      setItem: (name, text) => { items.set(name, String(text)); },
+    };
+  };
   Object.assign(globalThis, {
     document: {
-      hidden: false, body: root.querySelector("body"), activeElement: null, execCommand() {},
+      hidden: false, baseURI: "https://host.example/wan/", body: root.querySelector("body"), activeElement: null, execCommand() {},
       getElementById: (id) => root.find((node) => node.id === id),
       createElement: (name) => new Element(name),
     },
-    sessionStorage: {
-      getItem: (name) => items.get(name) ?? null,
-      setItem: (name, text) => { items.set(name, String(text)); },
-    },
+    localStorage: makeStorage(),
+    sessionStorage: makeStorage(),
   });
 }
 

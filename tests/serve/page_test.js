@@ -7,6 +7,7 @@ import { byId, openDocument, page, until } from "./page_dom.js";
 
 const { openapi, refusal, queued, running, events, completed } = JSON.parse(readFileSync("answers.json"));
 const html = readFileSync("page/page.html", "utf8");
+const FORM = "form of /wan/", KEY = "key of /wan/"; // stored items
 let numPages = 0, service;
 
 const json = (value, status = 200) => new Response(JSON.stringify(value), { status });
@@ -117,20 +118,20 @@ function check(node, isChecked) {
 const tests = {
   async "several videos of a request"() {
     const fields = { prompt: "typed before a reload", guider: "apg" };
-    const stored = { form: JSON.stringify({ fields, files: ["src_video"], count: "3" }) };
+    const stored = { [FORM]: JSON.stringify({ fields, files: { src_video: ["a.mp4"] }, count: "3" }) };
     await open([], { stored });
     // The form of before a reload, with open settings.
     assert.deepEqual([byId("count").value, field("prompt").value], ["3", fields.prompt]);
     assert.equal(byId("more").open, true);
-    assert.match(byId("message").textContent, /Source video/);
+    assert.match(byId("message").textContent, /Source video \(a\.mp4\)/);
     assert.match(byId("usual").children[0].text, /Prompt .*needed/);
     assert.deepEqual([field("prompt").required, field("src_video").required], [true, false]);
     assert.equal(byId("random").hidden, true);
     button(byId("form"), "Clear").click();
     assert.deepEqual([field("prompt").value, byId("count").value], ["", "1"]);
-    assert.deepEqual(JSON.parse(sessionStorage.getItem("form")), { fields: {}, files: [], count: "1" });
+    assert.deepEqual(JSON.parse(localStorage.getItem(FORM)), { fields: {}, files: {}, count: "1" });
     type(field("prompt"), queued.prompt);
-    assert.equal(JSON.parse(sessionStorage.getItem("form")).fields.prompt, queued.prompt);
+    assert.equal(JSON.parse(localStorage.getItem(FORM)).fields.prompt, queued.prompt);
     // An error of the API is shown; then a request for two videos is sent.
     byId("count").value = "11";
     service.answers = [json(refusal, 400), json(queued)];
@@ -306,6 +307,7 @@ const tests = {
     properties.preview.default = 4;
     properties.notes = { title: "Notes", type: "array", items: { type: "string" } };
     properties.lora = { title: "LoRA", type: "array" };
+    Object.assign(on.components.schemas.VideoRequest, { if: { required: ["ode"] }, then: { required: ["num_frames"] } });
     await open([], { openapi: on, loras: [{ name: "style" }, { name: "broken", error: "x" }, { name: "fast" }] });
     const send = async () => {
       const count = service.creations.length;
@@ -315,13 +317,15 @@ const tests = {
       assert.equal(prompt, "a star");
       return fields;
     };
+    assert.match(field("num_frames").parentElement.text, /^Frames \(needed with ODE\)/);
+    assert.equal(field("num_frames").required, false);
     type(field("prompt"), "a star");
     const names = ["refine", "preview", "ode"];
     assert.deepEqual(names.map((name) => field(name).checked), [true, true, false]);
     assert.deepEqual(await send(), {});
     for (const name of names) check(field(name), !field(name).checked);
     assert.deepEqual(await send(), { refine: false, preview: false, ode: true });
-    const stored = { form: sessionStorage.getItem("form") };
+    const stored = { [FORM]: localStorage.getItem(FORM) };
     button(byId("form"), "Clear").click();
     assert.deepEqual(names.map((name) => field(name).checked), [true, true, false]);
     // Texts are sent as typed, lists by line; choices and fields that are empty are as started.
@@ -364,7 +368,8 @@ const tests = {
 
   async "a request is used again, with its files"() {
     const request = { prompt: "again", ode: "yes", flow_shift: 3, seed: [7, 3], webhook_url: "http://x", odd: 1, n: 2 };
-    const video = make(1, { request, inputs: { src_video: 1, pictures: 2 } });
+    const input_names = { src_video: ["a stär.mp4"], pictures: ["one.png", null] };
+    const video = make(1, { request, inputs: { src_video: 1, pictures: 2 }, input_names });
     const some = copy(openapi), properties = some.components.schemas.VideoRequest.properties;
     properties.pictures = { title: "Pictures", "x-media": "image/*", anyOf: [{ type: "array" }] };
     const send = (text, name) => () =>
@@ -379,10 +384,12 @@ const tests = {
     button(cards()[0], "Use again").click();
     await until(() => field("prompt").value === "again");
     assert.deepEqual([field("negative_prompt").value, field("num_frames").value], ["", ""]);
+    assert.match(cards()[0].text, /from a stär\.mp4, one\.png ·/);
+    assert.match(field("pictures").parentElement.text, /one\.png, pictures/);
     assert.deepEqual([field("ode").checked, field("flow_shift").value, byId("more").open], [true, "3", true]);
     assert.match(byId("message").textContent, /: odd\.$/); // fields that the form lacks
-    const { fields, files, count } = JSON.parse(sessionStorage.getItem("form"));
-    assert.deepEqual([fields.prompt, files, count], ["again", ["src_video", "pictures"], "1"]);
+    const { fields, files, count } = JSON.parse(localStorage.getItem(FORM));
+    assert.deepEqual([fields.prompt, files, count], ["again", { src_video: ["a stär.mp4"], pictures: ["one.png", "pictures"] }, "1"]);
     submit();
     await until(() => service.creations.length);
     const body = service.creations[0].body;
@@ -422,7 +429,7 @@ const tests = {
     const texts = await Promise.all(page.sources.map((path) => page.blobs.get(path).text()));
     const expected = [1, 2].map((index) => `content of v1/videos/video-${index}/content?index=0&variant=thumbnail`);
     assert.deepEqual(texts.sort(), expected);
-    assert.equal(sessionStorage.getItem("key"), "secret");
+    assert.equal(sessionStorage.getItem(KEY), "secret");
     await until(() => cardOf("prompt 1").querySelector("img"));
     button(cardOf("prompt 1"), "Delete").click();
     await until(() => cards().length === 1);
@@ -432,7 +439,7 @@ const tests = {
   async "two videos are compared"() {
     const first = make(1, { request: { prompt: "x", flow_shift: 3 } });
     const second = make(2, { num_frames: 9, request: { prompt: "x" } });
-    await open([second, first], { key: "secret", stored: { key: "secret" } }); // players have blobs
+    await open([second, first], { key: "secret", stored: { [KEY]: "secret" } }); // players have blobs
     await until(() => cards().length === 2);
     const picks = cards().map((card) => card.find((node) => node.type === "checkbox"));
     const isReady = () => !byId("compare").disabled;
@@ -457,10 +464,10 @@ const tests = {
     await until(() => players().length === 2 && players().every((player) => !player.paused));
     const shown = await Promise.all(players().map((player) => page.blobs.get(player.src).text()));
     assert.deepEqual(shown, ["1/content?index=0", "2/content?index=1"].map((end) => "content of v1/videos/video-" + end));
-    assert.match(dialog.text, /seed 70001 seed 70002/);
+    assert.deepEqual(dialog.querySelectorAll("select").map((choice) => choice.value), ["0", "1"]);
     const rows = dialog.querySelectorAll("tr").map((row) => row.children.map((cell) => cell.textContent));
-    assert.deepEqual(rows, [["num frames", String(first.num_frames), "9"], ["seed", "70001", "70002"],
-      ["flow shift", "3", "as started"]]);
+    assert.deepEqual(rows, [["num frames", String(first.num_frames), "9"],
+      ["flow shift", "3", "as started"], ["seed", "70001", "70002"]]);
     // Both show the same time; the shorter one stays at its end.
     const [short, long] = players();
     Object.assign(short, { duration: 1 });
@@ -493,6 +500,49 @@ const tests = {
     assert.equal(isReady(), false);
   },
 
+  async "the seeds of a request are compared"() {
+    const video = make(1);
+    video.data.push({ ...video.data[1], index: 2, seed: 5 }, { ...video.data[1], index: 3, status: "failed" });
+    const single = make(2);
+    single.data[1].status = "failed";
+    await open([video, single]);
+    await until(() => cards().length === 2);
+    assert.equal(button(cardOf("prompt 2"), "Compare seeds").hidden, true); // one is complete
+    const dialog = byId("comparison"), players = () => dialog.querySelectorAll("video");
+    const path = (index) => `v1/videos/video-1/content?index=${index}`;
+    const compare = async (first, second) => {
+      button(cardOf("prompt 1"), "Compare seeds").click();
+      await until(() => players().length === 2 && players().every((player) => !player.paused));
+      assert.deepEqual(players().map((player) => player.src), [path(first), path(second)]);
+    };
+    const listRows = () =>
+      dialog.querySelectorAll("tr").map((row) => row.children.map((cell) => cell.textContent));
+    button(cardOf("prompt 1"), "3").click(); // the shown one and the next one
+    await compare(2, 0);
+    button(dialog, "Close").click();
+    button(cardOf("prompt 1"), "1").click();
+    await compare(0, 1);
+    assert.deepEqual(listRows(), [["seed", "70001", "70002"]]);
+    const choices = dialog.querySelectorAll("select");
+    assert.deepEqual(choices.map((choice) => choice.children.map((option) => option.textContent)),
+      Array(2).fill(["70001", "70002", "5"]));
+    assert.deepEqual(choices.map((choice) => choice.value), ["0", "1"]);
+    // Another seed takes the place of the second one, and is at the time of the first one.
+    choices[1].value = "2";
+    choices[1].fire("change");
+    await until(() => players()[1].src === path(2));
+    assert.deepEqual(listRows(), [["seed", "70001", "5"]]);
+    for (const player of players()) player.duration = 2;
+    players()[1].paused = true; // as another source is
+    players()[1].fire("loadeddata");
+    assert.equal(players()[1].paused, false);
+    type(dialog.querySelector("[type=range]"), "1.5"); // pauses
+    players()[1].currentTime = 0;
+    players()[1].fire("loadeddata");
+    assert.deepEqual([players()[1].currentTime, players()[1].paused], [1.5, true]);
+    assert.equal(byId("compare").disabled, true); // what was chosen in the list stays
+  },
+
   async "videos are downloaded"() {
     const video = make(1);
     video.data.push({ ...video.data[1], index: 2, seed: 5, status: "failed" });
@@ -500,18 +550,16 @@ const tests = {
     single.data[1].status = "failed";
     await open([video, single]);
     await until(() => cards().length === 2);
-    assert.equal(button(cardOf("prompt 2"), "Download all").hidden, true); // one is complete
     const names = video.data.map((output) => output.file_name);
     const path = (index) => `v1/videos/video-1/content?index=${index}`;
     const card = cardOf("prompt 1");
-    assert.equal(button(card, "Download all").hidden, false);
-    button(card, "Download all").click();
-    await until(() => page.downloads.length === 2 && !button(card, "Download all").disabled);
-    assert.deepEqual(page.downloads, [[names[0], path(0)], [names[1], path(1)]]);
+    button(card, "All files").click();
+    await until(() => page.downloads.length === 1);
+    assert.deepEqual(page.downloads, [["video-1.zip", "v1/videos/video-1/archive"]]);
     button(card, "2").click();
     button(card, "Download").click();
-    await until(() => page.downloads.length === 3);
-    assert.deepEqual(page.downloads[2], [names[1], path(1)]);
+    await until(() => page.downloads.length === 2);
+    assert.deepEqual(page.downloads[1], [names[1], path(1)]);
     button(card, "Copy seed").click();
     await until(() => page.copied.length);
     assert.deepEqual(page.copied, ["70002"]);
@@ -534,7 +582,7 @@ const tests = {
     await until(() => cards()[0]?.querySelector("img"));
     assert.deepEqual(page.sources.map((path) => path.split("&").slice(2)), [[], ["retry=1"]]);
     // One that is gone is no longer shown.
-    await open([make(1), make(2)], { key: "secret", stored: { key: "secret" }, gone: "video-1" });
+    await open([make(1), make(2)], { key: "secret", stored: { [KEY]: "secret" }, gone: "video-1" });
     await until(() => cards().length === 1);
     assert.ok(cardOf("prompt 2"));
   },
@@ -544,7 +592,7 @@ const tests = {
     await open([active, make(1)]);
     await until(() => cards().length === 2);
     const card = cardOf("an active one");
-    for (const name of ["Download", "Download all", "Full size", "Retry"]) assert.ok(button(card, name).hidden, name);
+    for (const name of ["Download", "All files", "Compare seeds", "Full size", "Retry"]) assert.ok(button(card, name).hidden, name);
     page.isConfirmed = false;
     button(card, "Cancel").click();
     await until(() => page.questions.length === 1 && !button(card, "Cancel").disabled);

@@ -8,6 +8,8 @@ from typing import Any
 from urllib.parse import urljoin
 
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from tests.refusals import check_refusals
 from tests.serve.jobs import Jobs
@@ -46,6 +48,7 @@ async def test_all_addresses_work_below_a_path(strips: bool, tmp_path: Path) -> 
     assert await get(output["url"], **KEY) == (200, b"0123456789")
     status, content = await get(f"{ROOT}/v1/videos/{name}/events", **KEY)
     assert status == 200 and output["url"].encode() in content
+    assert (await get(f"{ROOT}/v1/videos/{name}/archive", **KEY))[0] == 200
     assert (await get(f"{ROOT}/v1/videos"))[0] == 401
     assert (await get(f"{ROOT}/teams", **KEY))[0] == 404
 
@@ -53,9 +56,14 @@ async def test_all_addresses_work_below_a_path(strips: bool, tmp_path: Path) -> 
 async def test_the_root_path_of_an_outer_application(tmp_path: Path) -> None:
     """By ASGI, `path` includes `root_path`."""
     jobs = Jobs(tmp_path / "jobs", key="a secret of the API")
+    name = await jobs.create(**KEY)
+    jobs.complete(name)
+    jobs.app = Starlette(routes=[Mount("/wan", jobs.app)])
     for path, expected in (("liveness", 200), ("page.css", 200), ("v1/videos", 401)):
-        status, *_ = await jobs.request(f"/wan/{path}", scope={"root_path": "/wan"})
-        assert status == expected, path
+        assert (await jobs.request(f"/wan/{path}"))[0] == expected, path
+        assert (await jobs.request(f"/{path}"))[0] == 404
+    for path in ("", f"v1/videos/{name}/content", f"v1/videos/{name}/archive"):
+        assert (await jobs.request(f"/wan/{path}", **KEY))[0] == 200, path
 
 
 def test_root_paths() -> None:

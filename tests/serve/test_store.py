@@ -18,6 +18,7 @@ from PIL import Image
 
 from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, Jobs, begin_request, run_due_timers, running, wait_until
+from tests.serve.test_archives import read_zip
 from tests.serve.test_journal import RECORD, write_finished_video
 from wan.serve import store as store_module
 from wan.serve.service import Limits
@@ -98,6 +99,8 @@ async def test_several_videos_of_a_job_and_a_lost_journal(tmp_path: Path, url: s
         for query in ("", "?index=1"):
             path = f"/v1/videos/{name}/content{query}"
             assert (await jobs.request(path))[::2] == (200, VIDEO)
+        archive = read_zip((await jobs.request(f"/v1/videos/{name}/archive"))[2])
+        assert [archive[f"{name}{end}.mp4"] for end in ("", "-1")] == [VIDEO, VIDEO]
     files, root = fsspec.core.url_to_fs(url)
     files.rm_file(f"{root}/{other}/video-1.mp4")  # one of its videos is missing
     jobs.service.journal.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -67,6 +67,14 @@ class JobFiles:
     def video_path(self, job: ServiceJob, index: int = 0) -> Path:
         """Returns the path of one of a job's videos."""
         return self.job_folder(job) / f"{make_output_stem(index)}.mp4"
+
+    def list_latents(self, job: ServiceJob, index: int) -> list[tuple[str, Path]]:
+        """Returns suffix and path of each file of saved latents of one of a job's videos."""
+        video = self.video_path(job, index)
+        paths = video.parent.glob(f"{video.stem}.latents.safetensors")
+        steps = video.with_suffix(".steps").glob("*.safetensors")
+        suffix_start = len(str(video.with_suffix("")))
+        return [(str(path)[suffix_start:], path) for path in (*paths, *sorted(steps))]
 
     def count_videos(self, job: ServiceJob) -> int:
         """Returns the number of a job's videos on the local disk before the first missing one."""
@@ -144,12 +152,26 @@ class JobFiles:
 
     def read_upload_name(self, job: ServiceJob, path: Path) -> str:
         """Returns the client's name of an uploaded file; the name of its path if it is unknown."""
-        key = str(path.relative_to(self.job_folder(job))).removeprefix(UPLOAD_PREFIX)
+        (name,) = self._read_client_names(job, [path])
+        return name or f"{job.id}-{path.name}"
+
+    def list_input_names(
+        self, job: ServiceJob, folder_files: Mapping[str, str]
+    ) -> dict[str, list[str | None]]:
+        """Returns the clients' names of a job's uploads by field; None where there is no name.
+
+        folder_files: See `list_inputs`.
+        """
+        inputs = self.list_inputs(job, folder_files)
+        return {field: self._read_client_names(job, paths) for field, paths in inputs.items()}
+
+    def _read_client_names(self, job: ServiceJob, paths: Sequence[Path]) -> list[str | None]:
         try:
             names = read_json(self.upload_path(job, _NAMES))
         except InputError:
             names = {}
-        return str(names.get(key) or f"{job.id}-{path.name}")
+        keys = [str(path.relative_to(self.job_folder(job))) for path in paths]
+        return [names.get(key.removeprefix(UPLOAD_PREFIX)) or None for key in keys]
 
     def read_uploads(self, job: ServiceJob) -> dict[str, bytes]:
         """Reads the uploaded files of a job, by name."""

@@ -223,6 +223,11 @@ def _list_video_properties() -> dict[str, Schema]:
             "description": "number of uploaded files by field",
             "additionalProperties": _COUNT,
         },
+        "input_names": {
+            "type": "object",
+            "description": "names of uploaded files by field, null where a file has none",
+            "additionalProperties": {"type": "array", "items": _nullable(_TEXT)},
+        },
     }
 
 

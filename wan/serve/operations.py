@@ -107,6 +107,11 @@ OPERATIONS = (
         "video/mp4", ("400", "404", "410", "416"), parameters=(_VARIANT, _INDEX),
     ),
     Operation(
+        "GET", "/v1/videos/{id}/archive", "getArchive",
+        "Download videos, saved latents, the video object and the uploaded files as one zip",
+        "application/zip", ("404", "410"),
+    ),
+    Operation(
         "GET", "/v1/videos/{id}/events", "streamEvents", "Stream the progress",
         "text/event-stream", ("404", "503"),
     ),

@@ -43,6 +43,8 @@ TITLES = {
     "src_video": "Source video",
     "src_ref_images": "Reference images",
     "ode": "ODE",
+    "slg_blocks": "SLG blocks",
+    "nag_scale": "NAG scale",
     "sigmas": "Noise table",
 }
 """Field -> its title, where that is not its name."""

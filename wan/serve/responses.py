@@ -56,11 +56,9 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
         "preview_step": job.preview_step,
         "attempt": job.attempt,
         "request": make_request_fields(job),
-        "inputs": {
-            field: len(paths)
-            for field, paths in service.files.list_inputs(job, service.folder_files).items()
-        },
     }
+    names = service.files.list_input_names(job, service.folder_files)
+    video |= {"inputs": {field: len(names[field]) for field in names}, "input_names": names}
     records = [
         select_record_fields(service.files.read_record(job, index))
         for index in range(job.num_completed)

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from importlib import resources
@@ -24,6 +24,13 @@ from wan.app.run import Run
 from wan.checkpoint.formats.tensor_info import FileState, read_file_state
 from wan.checkpoint.lora.folder import describe_lora, find_lora_files
 from wan.serve import fields, listing
+from wan.serve.archives import (
+    ArchiveFile,
+    make_entry_name,
+    read_once,
+    read_parts,
+    stream_archive,
+)
 from wan.serve.bodies import call_by_size, count_file_bytes, read_body
 from wan.serve.events import MAX_LISTENERS, JobEvents
 from wan.serve.job_files import make_picture, make_picture_path
@@ -42,7 +49,7 @@ from wan.serve.responses import (
 )
 from wan.serve.service import Service
 from wan.serve.store import Store
-from wan.serve.stored_files import make_stored_response
+from wan.serve.stored_files import get_stored_size, make_stored_response
 from wan.serve.webhook_hosts import read_url
 from wan.settings.values import format_value, integer
 
@@ -104,6 +111,7 @@ class Routes:
             "getVideo": self.retrieve,
             "deleteVideo": self.delete,
             "getContent": self.content,
+            "getArchive": self.archive,
             "getInput": self.input,
             "streamEvents": self.events,
             "remixVideo": self.remix,
@@ -170,9 +178,7 @@ class Routes:
         if variant == "preview":
             return await self._make_preview_response(request, job, index)
         index = index or 0
-        if index >= job.num_completed:
-            why = "has failed" if job.state == "failed" else "is not done yet"
-            raise RefusedError(f"The video {why}; see its status.", 404, "not_ready", "video_id")
+        _check_completed(job, index)
         path, media_type = self._service.files.video_path(job, index), "video/mp4"
         if variant != "video":
             path, media_type = make_picture_path(path, variant), "image/jpeg"
@@ -186,6 +192,42 @@ class Routes:
             headers = {name: answer.headers[name] for name in names}
             return Response(status_code=304, headers=headers)
         return answer
+
+    async def archive(self, request: Request) -> Response:
+        """Answers with a zip of all that clients may download of a job."""
+        job = self._service.find_job(request.path_params["id"])
+        _check_completed(job, 0)
+        files = await self._find_archive_files(request, job)
+        headers = {"content-disposition": f'attachment; filename="{job.id}.zip"'}
+        if request.method == "HEAD":
+            return Response(headers=headers, media_type="application/zip")
+        content = stream_archive(files)
+        return StreamingResponse(content, media_type="application/zip", headers=headers)
+
+    async def _find_archive_files(self, request: Request, job: ServiceJob) -> Sequence[ArchiveFile]:
+        """Returns the complete videos with saved latents, the video object, and the uploads."""
+        video = make_video_object(self._service, job)
+        text = json.dumps(video, indent=1, ensure_ascii=False).encode()
+        files = [ArchiveFile(f"{job.id}.json", len(text), read_once(text))]
+        paths: dict[str, Path] = {}  # of local files, by name
+        job_files, folder_files = self._service.files, self._service.folder_files
+        for index in range(job.num_completed):
+            path, name = job_files.video_path(job, index), make_file_name(job, index)
+            if job.store_state == "stored":
+                store = self._get_store()
+                size = await get_stored_size(request, store, job.id, path.name)
+                files.append(ArchiveFile(name, size, store.read(job.id, path.name, 0, size)))
+            else:
+                paths[name] = path
+            for suffix, latents in job_files.list_latents(job, index):
+                paths[make_file_name(job, index, suffix)] = latents
+        for field, uploads in job_files.list_inputs(job, folder_files).items():
+            for number, path in enumerate(uploads, 1):
+                name = job_files.read_upload_name(job, path)
+                paths[make_entry_name(field, number if len(uploads) > 1 else None, name)] = path
+        for name, path in paths.items():
+            files.append(ArchiveFile(name, self._stat_file(job, path).st_size, read_parts(path)))
+        return files
 
     async def input(self, request: Request) -> Response:
         """Answers with an uploaded file; never with a type that a browser would run."""
@@ -431,6 +473,13 @@ async def _send_page_file(name: str, service: Service, _: Request) -> Response:
         content = content.replace("<head>", f'<head>\n<base href="{service.root_path}/">', 1)
     media_type = MEDIA_TYPES[name.rpartition(".")[2]]
     return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
+
+
+def _check_completed(job: ServiceJob, index: int) -> None:
+    """Refuses a request for one of a job's videos that is not complete."""
+    if index >= job.num_completed:
+        why = "has failed" if job.state == "failed" else "is not done yet"
+        raise RefusedError(f"The video {why}; see its status.", 404, "not_ready", "video_id")
 
 
 def _read_query(request: Request) -> dict[str, str]:

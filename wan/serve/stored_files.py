@@ -27,7 +27,7 @@ async def make_stored_response(
     Raises:
         RefusedError: The file is gone, the store does not answer, or no byte of the range exists.
     """
-    size = await wait_while_connected(request, _get_size(store, job_id, name))
+    size = await get_stored_size(request, store, job_id, name)
     etag = f'"{hashlib.sha256(f"{job_id}/{name}/{size}".encode()).hexdigest()[:32]}"'
     all_headers = {**headers, "etag": etag, "accept-ranges": "bytes"}
     start, end, status = 0, size, 200
@@ -43,9 +43,14 @@ async def make_stored_response(
     return StreamingResponse(content, status, all_headers, media_type)
 
 
-async def _get_size(store: Store, job_id: str, name: str) -> int:
+async def get_stored_size(request: Request, store: Store, job_id: str, name: str) -> int:
+    """Returns the size of a file of a job in bytes; stops when the client disconnects.
+
+    Raises:
+        RefusedError: The file is gone, or the store does not answer.
+    """
     try:
-        size = await store.get_size(job_id, name)
+        size = await wait_while_connected(request, store.get_size(job_id, name))
     except StoreError as error:
         raise _make_store_refusal() from error
     if size is None:

@@ -1,5 +1,10 @@
 // Requests to the service. The key of the API is stored until the tab is closed.
 
+const folder = new URL(".", document.baseURI).pathname;
+
+/** Returns the name of a stored item; services below other paths of a host have other items. */
+export const storedName = (name) => `${name} of ${folder}`;
+
 export class ApiError extends Error {
   constructor(message, status, param) {
     super(message);
@@ -8,11 +13,11 @@ export class ApiError extends Error {
   }
 }
 
-let key = sessionStorage.getItem("key") || "";
+let key = sessionStorage.getItem(storedName("key")) || "";
 
 export function setKey(value) {
   key = value;
-  sessionStorage.setItem("key", value);
+  sessionStorage.setItem(storedName("key"), value);
 }
 
 export function getKey() {

@@ -1,7 +1,7 @@
-// The form of a request, made from the schema of /openapi.json. Until the tab is closed its fields are
-// stored, so that a reload keeps them; files are not, and are asked for again.
+// The form of a request, made from the schema of /openapi.json. The browser stores its fields, so that a
+// reload keeps them; of files it stores the names, and the user chooses them again.
 
-import { ApiError, getJson } from "./api.js";
+import { ApiError, getJson, storedName } from "./api.js";
 
 const HIDDEN = new Set(["model", "n", "save_latents", "webhook_url"]);
 const USUAL = new Set(["lora", "preview"]);
@@ -39,9 +39,10 @@ export async function buildForm() {
   return `${schema.properties.model.default}, as started: ${defaults.join(", ")}`;
 }
 
-/** Returns how a field is needed: "needed", "this or ... is needed", or "". */
+/** Returns how a field is needed: "needed", "needed with ...", "this or ... is needed", or "". */
 function describeNeed(name, schema) {
   if (schema.required?.includes(name)) return "needed";
+  if (schema.then?.required.includes(name)) return `needed with ${schema.properties[schema.if.required[0]].title}`;
   const names = (schema.anyOf || []).flatMap((choice) => choice.required);
   const others = names.filter((other) => other !== name).map((other) => schema.properties[other].title);
   return names.includes(name) ? `this or ${others.join(" or ")} is needed` : "";
@@ -58,7 +59,7 @@ async function listLoras(entry) {
 
 function makeField(name, entry, parent, need, loras) {
   const box = element("div", "", parent, { className: "field" });
-  const label = element("label", entry.title, box, { htmlFor: "field-" + name });
+  const label = element("label", entry.title, box, { htmlFor: "field-" + name, title: name });
   const control = chooseControl(name, entry, box, label, loras);
   control.title = entry.title;
   control.input.id = "field-" + name;
@@ -149,6 +150,8 @@ function makeFileControl(entry, box) {
   const change = () => {
     for (const shown of previews.children) if (shown.src) URL.revokeObjectURL(shown.src);
     previews.replaceChildren(...[...input.files].map((file) => preview(file, entry["x-media"])));
+    const names = [...input.files].map((file) => file.name).join(", "); // of one file, the input shows the name
+    if (input.files.length > 1) element("span", names, previews, { className: "small" });
     if (input.files.length) previews.append(remove);
   };
   const write = (files) => {
@@ -165,6 +168,7 @@ function makeFileControl(entry, box) {
 function preview(file, media) {
   const kind = (file.type || media).split("/")[0];
   const shown = element({ image: "img", video: "video", audio: "audio" }[kind] || "span");
+  shown.title = file.name;
   if (kind === "image") shown.alt = file.name;
   else Object.assign(shown, { muted: kind === "video", controls: kind === "audio", preload: "metadata" });
   shown.src = URL.createObjectURL(file);
@@ -219,18 +223,20 @@ export function clearForm() {
   message.textContent = "";
 }
 
-/** Stores the fields, and which files were chosen. */
+/** Stores the fields, and the names of chosen files. */
 export function storeForm(count) {
   const { fields, files } = readForm();
-  sessionStorage.setItem("form", JSON.stringify({ fields, files: Object.keys(files), count }));
+  const names = Object.entries(files).map(([name, list]) => [name, list.map((file) => file.name)]);
+  localStorage.setItem(storedName("form"), JSON.stringify({ fields, files: Object.fromEntries(names), count }));
 }
 
 /** Fills the form with the stored fields and returns the stored number of videos. */
 export function restoreForm() {
-  const { fields = {}, files = [], count = "1" } = JSON.parse(sessionStorage.getItem("form") || "{}");
+  const { fields = {}, files = {}, count = "1" } = JSON.parse(localStorage.getItem(storedName("form")) || "{}");
   writeFields(fields);
-  const titles = files.filter((name) => controls.has(name)).map((name) => controls.get(name).title);
-  message.textContent = titles.length ? `Choose these files again: ${titles.join(", ")}.` : "";
+  const texts = Object.entries(files).filter(([name]) => controls.has(name))
+    .map(([name, names]) => `${controls.get(name).title} (${names.join(", ")})`);
+  message.textContent = texts.length ? `Choose these files again: ${texts.join(", ")}.` : "";
   return count;
 }
 

@@ -5,7 +5,7 @@ import {
   buildForm, clearForm, element, fillForm, readForm, restoreForm, showError, storeForm,
 } from "./form.js";
 import {
-  applyEvent, refresh, refreshNewest, setActions, show, showList, showOlder,
+  applyEvent, chooseOutput, contentPath, listCompleted, refresh, refreshNewest, setActions, show, showList, showOlder,
 } from "./videos.js";
 
 const find = (id) => document.getElementById(id);
@@ -147,6 +147,7 @@ setActions({
     area.focus();
   },
   pick: setPicked,
+  compare,
 });
 
 function setPicked(video, isPicked) {
@@ -172,20 +173,43 @@ remixer.addEventListener("submit", async (event) => {
 
 // Two videos side by side, played at the same time.
 
-find("compare").onclick = async () => {
+find("compare").onclick = () => compare([...picked]);
+
+async function compare(videos) {
   const pair = comparison.querySelector(".pair");
   pair.replaceChildren();
-  showDifferences(comparison.querySelector("table"), picked);
+  const showTable = () => showDifferences(comparison.querySelector("table"), videos);
+  showTable();
   comparison.showModal();
-  for (const video of picked) {
+  const load = (player, video) => setSource(player, contentPath(video, video.index)).catch(showError);
+  for (const [side, video] of videos.entries()) {
     const figure = element("figure", "", pair);
     const player = element("video", "", figure, { muted: true, playsInline: true });
     player.setAttribute("aria-label", video.prompt || video.id);
-    element("figcaption", `seed ${video.seed}`, figure, { className: "small" });
-    await setSource(player, `v1/videos/${video.id}/content?index=${video.index}`).catch(showError);
+    const caption = element("figcaption", "", figure, { className: "small" });
+    makeSeedChoice(video, caption, (index) => {
+      videos[side] = chooseOutput(video, index);
+      freeSource(player);
+      showTable();
+      return load(player, videos[side]);
+    });
+    await load(player, video);
   }
-  synchronize([...pair.querySelectorAll("video")], picked[0].fps || 16);
-};
+  synchronize([...pair.querySelectorAll("video")], videos[0].fps || 16);
+}
+
+/** Shows the seed of a video; of several videos of a request another one can be chosen. */
+function makeSeedChoice(video, parent, choose) {
+  const indices = listCompleted(video);
+  if (indices.length < 2) {
+    parent.textContent = `seed ${video.seed}`;
+    return;
+  }
+  const label = element("label", "seed ", parent, { className: "inline" }), select = element("select", "", label);
+  for (const index of indices) element("option", String(video.data[index].seed), select, { value: index });
+  select.value = String(video.index);
+  select.onchange = () => choose(Number(select.value));
+}
 
 function synchronize(players, fps) {
   const slider = comparison.querySelector("[type=range]");
@@ -197,6 +221,12 @@ function synchronize(players, fps) {
     slider.value = time;
   };
   let playing = false;
+  for (const player of players) { // when another seed is chosen
+    player.onloadeddata = () => {
+      if (playing) player.play().catch(() => {});
+      else player.currentTime = Math.min(slider.value, player.duration);
+    };
+  }
   const setPlaying = (value) => {
     playing = value;
     button("play").textContent = playing ? "Pause" : "Play";
@@ -242,8 +272,8 @@ function synchronize(players, fps) {
 /** Lists the fields in which two videos differ. */
 function showDifferences(table, videos) {
   const rows = videos.map((video) => ({
-    prompt: video.prompt, size: video.size, num_frames: video.num_frames, seed: video.seed,
-    ...flatten(video.guidance, "guidance "), ...video.request,
+    prompt: video.prompt, size: video.size, num_frames: video.num_frames,
+    ...flatten(video.guidance, "guidance "), ...video.request, seed: video.seed,
     "seconds taken": video.inference_time_s?.toFixed(1),
   }));
   table.replaceChildren();

@@ -13,7 +13,7 @@ const seen = new IntersectionObserver((entries) => {
   for (const entry of entries) if (entry.isIntersecting) loadThumbnail(entry.target.card);
 }, { rootMargin: "200px" });
 
-/** Sets what buttons do that concern the rest of the page: useAgain, remix, pick, isPicked, drop. */
+/** Sets what buttons do that concern the rest of the page: useAgain, remix, compare, pick, isPicked, drop. */
 export function setActions(handlers) {
   Object.assign(actions, handlers);
 }
@@ -174,8 +174,13 @@ function makeCard(video) {
 }
 
 function pick(card) {
-  const output = card.video.data[card.index];
-  actions.pick({ ...card.video, index: card.index, seed: output.seed }, card.pick.checked);
+  actions.pick(chooseOutput(card.video, card.index), card.pick.checked);
+}
+
+/** Compares the shown one of several videos of a request with the next one. */
+function compareSeeds(card) {
+  const indices = listCompleted(card.video), next = (indices.indexOf(card.index) + 1) % indices.length;
+  actions.compare([card.index, indices[next]].map((index) => chooseOutput(card.video, index)));
 }
 
 /** Adds a button for each of several videos of a request, which shows it. */
@@ -194,9 +199,12 @@ function makeOutputButtons(card) {
 }
 
 const hasVideo = (card) => !isOpen(card.video) && card.video.data[card.index].status === "completed";
-const contentPath = (card, index = card.index) => `v1/videos/${card.video.id}/content?index=${index}`;
-const listCompleted = (video) =>
+export const contentPath = ({ id }, index) => `v1/videos/${id}/content?index=${index}`;
+export const listCompleted = (video) =>
   video.data.filter((output) => output.status === "completed").map((output) => output.index);
+
+/** Returns a video object with the index and the seed of one of its videos. */
+export const chooseOutput = (video, index) => ({ ...video, index, seed: video.data[index].seed });
 
 function makeButtons(card) {
   const add = (text, work) => {
@@ -220,8 +228,11 @@ function makeButtons(card) {
     const files = await fetchInputs(card.video);
     show(await create("v1/videos", makeBody(card.video.request, files)));
   });
-  card.download = add("Download", () => download(card, [card.index]));
-  card.downloadAll = add("Download all", () => download(card, listCompleted(card.video)));
+  card.download = add("Download", () =>
+    download(contentPath(card.video, card.index), card.video.data[card.index].file_name));
+  card.all = add("All files", () => download(`v1/videos/${card.video.id}/archive`, `${card.video.id}.zip`));
+  card.all.title = "Videos, their request and uploaded files, as a zip";
+  card.seeds = add("Compare seeds", () => compareSeeds(card));
   card.full = add("Full size", () => showFull(card));
   add("Copy seed", async () => { news.textContent = await copyText(String(card.video.data[card.index].seed)); });
   const record = add("Record", () => {
@@ -255,8 +266,8 @@ function update(card, isNew) {
   card.wrong.textContent = video.error?.message || "";
   card.remove.textContent = open ? "Cancel" : "Delete";
   card.retry.hidden = video.status !== "failed";
-  for (const button of [card.download, card.full, card.pick.parentElement]) button.hidden = !hasVideo(card);
-  card.downloadAll.hidden = isOpen(video) || listCompleted(video).length < 2;
+  for (const item of [card.download, card.all, card.full, card.pick.parentElement]) item.hidden = !hasVideo(card);
+  card.seeds.hidden = isOpen(video) || listCompleted(video).length < 2;
   if (hasVideo(card)) seen.observe(card.shot);
 }
 
@@ -283,6 +294,8 @@ function listFacts(video) {
   if (video.inference_time_s) facts.push("took " + formatSeconds(video.inference_time_s));
   if (video.power?.joules) facts.push(Math.round(video.power.joules) + " J");
   if (video.power?.mean_mhz) facts.push(Math.round(video.power.mean_mhz) + " MHz");
+  const names = Object.values(video.input_names || {}).flat().filter(Boolean);
+  if (names.length) facts.push("from " + names.join(", "));
   facts.push(new Date(1000 * video.created_at).toLocaleString());
   return facts;
 }
@@ -326,7 +339,7 @@ async function loadThumbnail(card) {
   button.onclick = () => play(card);
   try {
     const retry = card.tries ? "&retry=" + card.tries : "";
-    await setSource(image, `${contentPath(card)}&variant=thumbnail${retry}`);
+    await setSource(image, `${contentPath(card.video, card.index)}&variant=thumbnail${retry}`);
   } catch (error) {
     if (error.status === 404) drop(card.video.id);
     else again();
@@ -339,7 +352,7 @@ async function play(card) {
   player.setAttribute("aria-label", name(card.video));
   player.onerror = () => { card.wrong.textContent = "The video cannot be played."; };
   try {
-    await setSource(player, contentPath(card));
+    await setSource(player, contentPath(card.video, card.index));
     showMedia(card, player);
     player.focus();
   } catch (error) {
@@ -347,22 +360,19 @@ async function play(card) {
   }
 }
 
-async function download(card, indices) {
-  for (const index of indices) {
-    const link = element("a", "", null, { download: card.video.data[index].file_name });
-    await setSource(link, contentPath(card, index));
-    link.href = link.src;
-    link.click();
-    setTimeout(() => freeSource(link), 60000);
-    await new Promise((resolve) => setTimeout(resolve, 300)); // browsers drop downloads at one time
-  }
+async function download(path, name) {
+  const link = element("a", "", null, { download: name });
+  await setSource(link, path);
+  link.href = link.src;
+  link.click();
+  setTimeout(() => freeSource(link), 60000);
 }
 
 /** Plays a video in its own size, or as large as the window. */
 async function showFull(card) {
   const dialog = document.getElementById("full"), player = dialog.querySelector("video");
   dialog.onclose = () => { player.pause(); freeSource(player); };
-  await setSource(player, contentPath(card));
+  await setSource(player, contentPath(card.video, card.index));
   dialog.showModal();
 }
 
