@@ -108,7 +108,7 @@ def retrieve_timesteps(
     Raises:
         ValueError: Both are given, or the scheduler does not take the one that is given.
     """
-    custom = {"timesteps": timesteps, "sigmas": sigmas}
+    custom: dict[str, Any] = {"timesteps": timesteps, "sigmas": sigmas}
     custom = {name: value for name, value in custom.items() if value is not None}
     if len(custom) > 1:
         raise ValueError("Give either timesteps or sigmas, not both.")
