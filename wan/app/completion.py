@@ -32,7 +32,7 @@ def make_completion_script(shell: str) -> str:
         InputError: The shell is not one of `SHELLS`.
     """
     if shell not in SHELLS:
-        raise InputError("`completion`", shell or None, "must be bash or zsh")
+        raise InputError("completion", shell or None, "must be bash or zsh")
     choices = {name: flag.reader.choices for name, flag in FLAGS.items()}
     return _SCRIPT.format(
         start="autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "",
