@@ -183,6 +183,7 @@ def test_helpers(reference: Path, tmp_path: Path) -> None:
         for mask, latent in zip(masks_like(latents, zero)[1], latents, strict=True):
             assert mask.shape == latent.shape
             assert mask.sum() == latent.numel() - (latent[:, 0].numel() if zero else 0)
+            assert bool(mask[:, 0].any()) is not zero
     assert str2bool("Yes") is True and str2bool("0") is False
     with pytest.raises(argparse.ArgumentTypeError):
         str2bool("maybe")

@@ -50,7 +50,6 @@ _EXAMPLES = """three commands:
   torchrun --nproc_per_node=8 generate.py --ckpt_dir ./Wan2.2-T2V-A14B --dit_fsdp --comm_type 1
 
 A switch without a value is true; "--power false" turns off what a record or a variable turns on.
-"--completion bash" or "zsh" prints a script that completes flags and values (docs/cli.md).
 """
 
 
