@@ -250,3 +250,13 @@ def test_configurations() -> None:
     assert wan_t2v_A14B.t2v_A14B is WAN_CONFIGS["t2v-A14B"]
     assert (wan_t2v_A14B.t2v_A14B.boundary, wan_i2v_A14B.i2v_A14B.boundary) == (0.875, 0.9)
     assert wan_shared_cfg.num_train_timesteps == 1000 and wan_shared_cfg.text_len == 512
+
+
+def test_a_prompt_expander_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wan.utils.prompt_extend import DashScopePromptExpander
+
+    monkeypatch.delenv("DASH_API_KEY", raising=False)
+    expander = DashScopePromptExpander(model_name="qwen-plus", task="t2v-A14B", is_vl=False)
+    output = expander("a fox", tar_lang="en", seed=3)
+    assert (output.status, output.prompt, output.seed) == (False, "a fox", 3)
+    assert "DASH_API_KEY" in output.message

@@ -52,8 +52,9 @@ def print_plan_report(run: Run) -> None:
 def _print_wrapped(line: str) -> None:
     """Prints a line in at most 100 columns; the rest is indented to its last column."""
     indent = " " * max(4, line.rfind("  ") + 2)
-    long_words = {"break_long_words": False, "break_on_hyphens": False}  # paths
-    print(textwrap.fill(line, 100, subsequent_indent=indent, **long_words))
+    wrapper = textwrap.TextWrapper(100, subsequent_indent=indent, break_on_hyphens=False)
+    wrapper.break_long_words = False  # paths
+    print(wrapper.fill(line))
 
 
 def describe_sources(run: Run) -> list[str]:
