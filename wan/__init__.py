@@ -11,7 +11,7 @@ Differences from the official classes: networks are loaded when first needed. Wi
 `offload_model=True`, the official default, every network is released after its stage and read again
 by the next call. False keeps the networks that fit, "cpu" keeps them in host memory, and "block"
 runs networks that do not fit (docs/memory.md). `generate_many` generates many videos. Both show
-progress bars, unless `progress=False`.
+progress bars, unless `progress=False`, and a notebook shows the video that `generate` returns.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from wan.utils.version import __version__ as __version__
 if TYPE_CHECKING:
     from wan.animate import WanAnimate
     from wan.animate2 import WanAnimate2
+    from wan.app.video import Video
     from wan.image2video import WanI2V
     from wan.media.video_writer import save_video
     from wan.speech2video import WanS2V
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from wan.vace import WanVace
 
 __all__ = [
+    "Video",
     "WanAnimate",
     "WanAnimate2",
     "WanI2V",
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Video": "app.video",
     "WanAnimate": "animate",
     "WanAnimate2": "animate2",
     "WanI2V": "image2video",

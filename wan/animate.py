@@ -9,6 +9,7 @@ from torch import Tensor
 from wan.app.python_api import Generator, GuideScale, Result, video_call
 from wan.settings.execution import Offload
 from wan.settings.presets import EXAMPLE_PROMPTS
+from wan.tasks.base import StepCallback
 
 
 class WanAnimate(Generator):
@@ -46,6 +47,7 @@ class WanAnimate(Generator):
         negative_prompt_embeds: Tensor | None = None,
         output_type: str = "pt",
         progress: bool = True,
+        callback_on_step_end: StepCallback | None = None,
         **settings: Any,
     ) -> Result:
         """Generates one video, in clips; see `WanT2V.generate`.

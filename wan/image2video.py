@@ -8,6 +8,7 @@ from torch import Tensor
 
 from wan.app.python_api import Generator, GuideScale, Result, video_call
 from wan.settings.execution import Offload
+from wan.tasks.base import StepCallback
 
 
 class WanI2V(Generator):
@@ -45,6 +46,7 @@ class WanI2V(Generator):
         motion_latent: Tensor | None = None,
         output_type: str = "pt",
         progress: bool = True,
+        callback_on_step_end: StepCallback | None = None,
         **settings: Any,
     ) -> Result:
         """Generates one video that starts from an image; see `WanT2V.generate`.

@@ -10,6 +10,7 @@ from wan.app.call_arguments import Arguments
 from wan.app.python_api import Generator, GuideScale, Result, video_call
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload
+from wan.tasks.base import StepCallback
 
 
 class WanS2V(Generator):
@@ -53,6 +54,7 @@ class WanS2V(Generator):
         negative_prompt_embeds: Tensor | None = None,
         output_type: str = "pt",
         progress: bool = True,
+        callback_on_step_end: StepCallback | None = None,
         **settings: Any,
     ) -> Result:
         """Generates one video, in clips, that is driven by audio; see `WanT2V.generate`.

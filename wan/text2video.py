@@ -8,6 +8,7 @@ from torch import Tensor
 
 from wan.app.python_api import Generator, GuideScale, Result, video_call
 from wan.settings.execution import Offload
+from wan.tasks.base import StepCallback
 
 
 class WanT2V(Generator):
@@ -48,6 +49,7 @@ class WanT2V(Generator):
         negative_prompt_embeds: Tensor | None = None,
         output_type: str = "pt",
         progress: bool = True,
+        callback_on_step_end: StepCallback | None = None,
         **settings: Any,
     ) -> Result:
         """Generates one video.
@@ -70,6 +72,8 @@ class WanT2V(Generator):
             negative_prompt_embeds: Embeddings [length, text_dim] of the negative prompt.
             output_type: "pt": the video; "latent": its latents.
             progress: Show progress bars, on rank 0 only.
+            callback_on_step_end: Called after each step, on every rank, with the number of steps
+                that are done and the latents [Z,f,h,w].
             **settings: Other command-line flags of a video, by their names (docs/cli.md), such as
                 src_video and strength (docs/video2video.md).
 

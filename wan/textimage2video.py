@@ -8,6 +8,7 @@ from torch import Tensor
 
 from wan.app.python_api import Generator, GuideScale, Result, video_call
 from wan.settings.execution import Offload
+from wan.tasks.base import StepCallback
 
 
 class WanTI2V(Generator):
@@ -43,6 +44,7 @@ class WanTI2V(Generator):
         negative_prompt_embeds: Tensor | None = None,
         output_type: str = "pt",
         progress: bool = True,
+        callback_on_step_end: StepCallback | None = None,
         **settings: Any,
     ) -> Result:
         """Generates one video of `size`, or with `img`'s aspect ratio; see `WanI2V.generate`."""

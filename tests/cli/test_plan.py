@@ -53,8 +53,13 @@ def test_a_plan_larger_than_memory_is_refused(tiny, plan: Plan) -> None:
 def test_a_checkpoints_own_sizes(tiny, plan: Plan) -> None:
     folder = tiny("t2v-A14B")
     code, out, _ = plan("--plan", "--ckpt_dir", folder, "--size", "128*96", "--frame_num", "5")
-    assert code == 0 and f"sizes of {folder}" in out
+    assert code == 0 and f"sizes of {folder}" in " ".join(out.split())
     assert "Tokens: 96 + 0 padding, 96 per rank" in out
+
+
+def test_lines_fit_100_columns(plan: Plan) -> None:
+    _, out, _ = plan(*REAL, *EIGHT, "--device_memory", 64)
+    assert "75600 + 0 padding" in out and max(map(len, out.splitlines())) <= 100
 
 
 BAD = {

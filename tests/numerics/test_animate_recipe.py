@@ -20,7 +20,7 @@ from tests.numerics.plain import (
     tiny,
 )
 from tests.refusals import check_refusals, get_refusal
-from wan.modules.animate import MotionEncoder, WanAnimateModel
+from wan.modules.animate.model_animate import MotionEncoder, WanAnimateModel
 from wan.modules.interfaces import ModelComponents
 
 HEADS, TEXT_LEN, FREQ, LAYERS = 4, 6, 16, 10
@@ -37,7 +37,9 @@ class PoolingMotionEncoder(nn.Module):
 
 def make_network(**components: Any) -> Any:
     model_components = ModelComponents(**components)
-    with mock.patch("wan.modules.animate.MotionEncoder", lambda _: PoolingMotionEncoder()):
+    with mock.patch(
+        "wan.modules.animate.model_animate.MotionEncoder", lambda _: PoolingMotionEncoder()
+    ):
         return tiny(lambda: WanAnimateModel(**SIZES, **TEXT, components=model_components))
 
 

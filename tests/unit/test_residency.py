@@ -382,7 +382,9 @@ NETWORKS: dict[str, Callable[[], Any]] = {
 def test_the_last_module_that_moves_with_a_block_is_called_last(kind: str) -> None:
     """Every module of these networks that is called moves with a block."""
     small = {"dim": 24, "num_heads": 2, "ffn_dim": 16, "freq_dim": 8, "text_dim": 4, "text_len": 3}
-    with mock.patch("wan.modules.animate.MotionEncoder", lambda _: FlatMotionEncoder()):
+    with mock.patch(
+        "wan.modules.animate.model_animate.MotionEncoder", lambda _: FlatMotionEncoder()
+    ):
         network = NETWORKS[kind](num_layers=5, **small)
     order: list[nn.Module] = []
     for submodule in network.modules():

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from wan.app.completion import make_completion_script
 from wan.app.failures import refuse_unusable_paths
 from wan.settings import values
 from wan.settings.command import SAVE_LATENTS
@@ -89,6 +90,9 @@ def parse_flags(argv: Sequence[str] | None = None) -> Layer:
     program = Path(sys.argv[0]).name
     if {"-h", "--help"} & {*arguments}:
         _make_flag_parser(program, show_all="all" in arguments).print_help()
+        raise SystemExit(0)
+    if arguments[:1] == ["--completion"]:
+        print(make_completion_script(" ".join(arguments[1:])), end="")
         raise SystemExit(0)
     flags = vars(_make_flag_parser(program).parse_args(arguments))
     return read_layer(flags, "the command line", COMMAND_LINE_NAMING)

@@ -134,7 +134,7 @@ class Question:
     image: Image | None
 
 
-class _NoAnswerError(Exception):
+class NoAnswerError(Exception):
     """The model gave no text, although the request was valid."""
 
 
@@ -190,15 +190,20 @@ def rewrite_prompt(
     Raises:
         InputError: The prompt and the image are missing, or a local model cannot be used.
     """
-    model = settings.prompt_extend_model
-    question = _make_question(prompt, image, settings.prompt_extend_target_lang)
+    question = make_question(prompt, image, settings.prompt_extend_target_lang)
     try:
-        if settings.prompt_extend_method == "dashscope":
-            return _query_service(question, model, seed)
-        return _query_local_model(question, model, seed, device)
-    except _NoAnswerError as failure:
+        return query_model(settings, question, seed, device)
+    except NoAnswerError as failure:
         logger.warning("Prompt extension failed, the original prompt is used: %s.", failure)
         return prompt
+
+
+def query_model(settings: PromptExtension, question: Question, seed: int, device: str) -> str:
+    """Returns a language model's answer, stripped; raises NoAnswerError if there is none."""
+    model = settings.prompt_extend_model
+    if settings.prompt_extend_method == "dashscope":
+        return _query_service(question, model, seed)
+    return _query_local_model(question, model, seed, device)
 
 
 def _find_model_source(model: str | None, has_image: bool) -> str:
@@ -207,8 +212,13 @@ def _find_model_source(model: str | None, has_image: bool) -> str:
     return LOCAL_MODELS.get(name) or str(expand_home("`prompt_extend_model`", name))
 
 
-def _make_question(prompt: str, image: Image | None, lang: str) -> Question:
-    """Returns the messages for a prompt and its image, which may have any size."""
+def make_question(
+    prompt: str, image: Image | None, lang: str, system: str | None = None
+) -> Question:
+    """Returns the messages for a prompt and its image, which may have any size.
+
+    system: replaces the system text.
+    """
     prompt = prompt.strip()
     if not prompt and image is None:
         raise InputError(
@@ -228,10 +238,11 @@ def _make_question(prompt: str, image: Image | None, lang: str) -> Question:
             image = image.resize((width, height), Resampling.LANCZOS)
     request_format, describe_text = _REQUEST[lang]
     if not prompt:
-        return Question(f"{_TASK['describe', lang]}\n{_RULES[lang]}", describe_text, image)
+        system = system or f"{_TASK['describe', lang]}\n{_RULES[lang]}"
+        return Question(system, describe_text, image)
     purpose = "text" if image is None else "image"
     # The label before the prompt marks it as material.
-    system = f"{_TASK[purpose, lang]}\n{_KEEP[lang]}{_RULES[lang]}"
+    system = system or f"{_TASK[purpose, lang]}\n{_KEEP[lang]}{_RULES[lang]}"
     return Question(system, request_format.format(prompt), image)
 
 
@@ -257,7 +268,7 @@ def _read_service_access() -> tuple[str, str]:
 
 
 def _query_service(question: Question, model: str | None, seed: int) -> str:
-    """Calls the service up to `_TRIES` times; raises _NoAnswerError with the last reason."""
+    """Calls the service up to `_TRIES` times; raises NoAnswerError with the last reason."""
     model = model or ("qwen-plus" if question.image is None else "qwen-vl-max")
     user: Any = question.user
     if question.image is not None:
@@ -279,17 +290,17 @@ def _query_service(question: Question, model: str | None, seed: int) -> str:
         try:
             with urlopen(request, timeout=_TIMEOUT_S) as reply:
                 return _strip_answer(json.load(reply)["choices"][0]["message"]["content"])
-        except _NoAnswerError as error:
+        except NoAnswerError as error:
             reason = str(error)
         except error_types as error:
             reason = f"{type(error).__name__}: {error}"
     reason = textwrap.shorten(reason, 200)
-    raise _NoAnswerError(f"model {model!r} of {address} failed {_TRIES} times, at last {reason}")
+    raise NoAnswerError(f"model {model!r} of {address} failed {_TRIES} times, at last {reason}")
 
 
 def _strip_answer(text: str) -> str:
     if not text.strip():
-        raise _NoAnswerError("the answer is empty")
+        raise NoAnswerError("the answer is empty")
     return text.strip()
 
 

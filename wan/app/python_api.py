@@ -20,6 +20,7 @@ from wan import device as devices
 from wan.app.call_arguments import Arguments, bind_arguments
 from wan.app.notices import make_demo_size_notices
 from wan.app.resolve import make_setup, resolve_params
+from wan.app.video import Video
 from wan.checkpoint.formats.headers import compute_fingerprint
 from wan.checkpoint.layout import Checkpoint, check_task, inspect_checkpoint
 from wan.configs import WAN_CONFIGS
@@ -39,7 +40,7 @@ from wan.settings.layers import Layer, merge, read_constructor
 from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
 from wan.settings.run_options import read_run_options
 from wan.settings.values import choice, expand_home, format_value, integer, switch
-from wan.tasks.base import Inputs, VideoParams, get_task
+from wan.tasks.base import Inputs, StepCallback, VideoParams, get_task
 from wan.tasks.needed_inputs import check_needed_inputs
 from wan.utils import env
 from wan.utils.files import check_link
@@ -54,10 +55,10 @@ _EMBEDDING_KEYWORDS = ("prompt_embeds", "negative_prompt_embeds")
 T = TypeVar("T")
 
 
-Result = Tensor | Any
-"""What `generate` returns: a tensor, or None on ranks other than 0.
+Result = Video | Any
+"""What `generate` returns: a video, latents, or None on ranks other than 0.
 
-It is not `Tensor | None`, so that type checkers do not require a check for None on one rank.
+It is not `Video | None`, so that type checkers do not require a check for None on one rank.
 """
 GuideScale = float | tuple[float, float]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -302,9 +303,13 @@ class Generator:
         pipeline = self._pipeline
 
         def make_output(call: VideoCall, get_latents: Callable[[], Tensor]) -> Tensor | None:
-            if call.params.has_clips:
-                return self._generate_long_video(call)
-            return get_latents() if call.output_type == "latent" else pipeline.decode(get_latents())
+            if call.output_type == "latent" and not call.params.has_clips:
+                return get_latents()
+            has_clips = call.params.has_clips
+            video = self._generate_long_video(call) if has_clips else pipeline.decode(get_latents())
+            if video is None or call.output_type == "latent":
+                return video
+            return Video.from_tensor(video, self.config.sample_fps)
 
         with name_settings(PYTHON_NAMING), show_progress(has_bars and pipeline.is_main):
             pipeline.set_offload(offload)
@@ -398,6 +403,7 @@ class Generator:
             prompt_embeds=embeds,
             negative_prompt_embeds=negative_embeds,
             clip_state=motion_latent,  # the first clip continues from it
+            callback_on_step_end=_check_callback(call.get("callback_on_step_end")),
         )
         return VideoCall("A call", params, inputs, output_type=output_type)
 
@@ -519,6 +525,13 @@ def _check_motion_latent(value: Any, params: VideoParams) -> Tensor | None:
         actual_shape = list(value.shape) if isinstance(value, Tensor) else format_value(value)
         raise InputError("motion_latent", actual_shape, f"must be floats of shape {list(shape)}")
     return value.float()
+
+
+def _check_callback(value: Any) -> StepCallback | None:
+    if value is None or callable(value):
+        return value
+    remedy = "give a function of the steps that are done and the latents"
+    raise InputError("callback_on_step_end", format_value(value), "is no function", remedy)
 
 
 def _check_prompt_embeds(name: str, value: Any) -> Tensor | None:

@@ -86,12 +86,12 @@ def compute_embedding_changes(
     import torch
     import torch.nn.functional as F
 
-    from wan.modules.model import sinusoidal_embedding
+    from wan.modules.model import sinusoidal_embedding_1d
 
     in_weight, in_bias, out_weight, out_bias = (
         weights[f"time_embedding.{layer}.{name}"] for layer in (0, 2) for name in ("weight", "bias")
     )
-    features = sinusoidal_embedding(torch.tensor(timesteps), in_weight.shape[1])
+    features = sinusoidal_embedding_1d(in_weight.shape[1], torch.tensor(timesteps)).float()
     hidden = F.silu(F.linear(features, in_weight, in_bias))
     e = F.linear(hidden, out_weight, out_bias)
     size = e.abs().mean(-1)[:-1]

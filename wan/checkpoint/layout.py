@@ -305,7 +305,7 @@ def _read_explicit_experts(
         if stored_expert is None:
             _check_expert_in_name(flag, path, expert)
         folder, file = (path, None) if path.is_dir() else (path.parent, path)
-        dits[expert] = _read_dit_files(folder, file, stored_expert)
+        dits[expert] = read_dit_files(folder, file, stored_expert)
     return dits, vace_modules
 
 
@@ -452,17 +452,17 @@ def _read_folder_experts(
     if not folders:
         has_weights = has_diffusers_weights(folder)
         dits = {} if has_weights else _read_expert_files(finder, presets, explicit_experts)
-        return dits or {"dit": _read_dit_files(folder)}
+        return dits or {"dit": read_dit_files(folder)}
     if index is not None and not explicit_experts and "high_noise" in folders:
         has_second = "transformer_2" in index.components or index.boundary is not None
         is_single = index.has_null_boundary if len(folders) == 2 else not has_second
         if is_single:
-            return {"dit": _read_dit_files(folders["high_noise"])}
+            return {"dit": read_dit_files(folders["high_noise"])}
     if len(folders.keys() | {*explicit_experts}) == 1:
         missing = folder / names[({"high_noise", "low_noise"} - folders.keys()).pop()]
         raise InputError(f"{missing}", None, "is missing", "download the other expert too")
     return {
-        expert: _read_dit_files(path)
+        expert: read_dit_files(path)
         for expert, path in folders.items()
         if expert not in explicit_experts
     }
@@ -481,7 +481,7 @@ def _read_expert_files(
     for expert, file in picked.items():
         has_config = has_file(file.path.parent / "config.json")
         config_folder = file.path.parent if has_config else finder.folder
-        dits[expert] = _read_dit_files(config_folder, file.path, file.stored_expert)
+        dits[expert] = read_dit_files(config_folder, file.path, file.stored_expert)
     return dits
 
 
@@ -543,7 +543,7 @@ def _fits_presets(weight_file: WeightFile, presets: tuple[Preset, ...]) -> bool:
     return (kind, takes_images) in inputs
 
 
-def _read_dit_files(
+def read_dit_files(
     folder: Path, file: Path | None = None, stored_expert: str | None = None
 ) -> DitFiles:
     """Reads the configuration and tensors of a folder's DiT, or of one file in it.

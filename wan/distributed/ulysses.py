@@ -11,6 +11,7 @@ from enum import Enum
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from wan.distributed import compiled
@@ -259,6 +260,45 @@ def _start_exchange(
     return PendingExchange(
         received, gathers_heads, work, send_buffer.memory if async_op else None, name
     )
+
+
+def distributed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_lens: Tensor,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """Attends over the tokens of all ranks of the default group, like the official function.
+
+    `wan.modules.attnlayer.FAPowerCapAttention` is the layer of this package, with modes, kernels
+    and head counts that the ranks do not divide.
+
+    Args:
+        q, k, v: This rank's tokens [B,s,N,D] of all heads.
+        seq_lens: Valid tokens of each sample over all ranks, [B]; they precede the others.
+
+    Returns:
+        [B,s,N,D] in the dtype of q; computed in bfloat16 unless v has 16 bits.
+
+    Raises:
+        NotImplementedError: There is a window.
+    """
+    if tuple(window_size) != (-1, -1):
+        raise NotImplementedError(f"window_size is {window_size}; only (-1, -1) is supported.")
+    dtype = v.dtype if v.dtype.itemsize == 2 else torch.bfloat16
+    q_BNSD, k_BNSD, v_BNSD = (
+        all_to_all_4D(x.to(dtype), 2, 1, None).transpose(1, 2) for x in (q, k, v)
+    )
+    out_BNSD = torch.cat(
+        [
+            F.scaled_dot_product_attention(
+                q_BNSD[b : b + 1], k_BNSD[b : b + 1, :, :valid], v_BNSD[b : b + 1, :, :valid]
+            )
+            for b, valid in enumerate(seq_lens.tolist())
+        ]
+    )
+    return all_to_all_4D(out_BNSD.transpose(1, 2).to(q.dtype), 1, 2, None)
 
 
 def all_gather_tokens(x: Tensor, group: Group) -> Tensor:

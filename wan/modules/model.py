@@ -39,8 +39,11 @@ from wan.modules.lockstep import (
     run_to_end,
 )
 from wan.modules.lora_branch import add_lora_branches
+from wan.modules.pretrained import PretrainedNetwork
 from wan.modules.reference_kv import ReferencePass
 from wan.modules.rope import RopeCache, RopeTable
+from wan.modules.rope import rope_apply as rope_apply
+from wan.modules.rope import rope_params as rope_params
 from wan.modules.text_kv_cache import ContextKV, EmbeddedContext, InputCache
 from wan.settings.attention_modes import Grid
 from wan.settings.presets import MODEL_TYPES
@@ -99,7 +102,7 @@ class StreamConditioning:
         return slice(self.token_offset, self.token_offset + self.num_local_video_tokens)
 
 
-class WanModel(nn.Module):
+class WanModel(PretrainedNetwork):
     """Predicts the flow velocity of noisy video latents.
 
     The arguments up to `eps` are those of the official config.json.
@@ -154,7 +157,7 @@ class WanModel(nn.Module):
         p, q, r = patch_size
         self.patch_size = (p, q, r)
         self.in_dim, self.out_dim, self.dim = in_dim, out_dim, dim
-        self.freq_dim, self.text_dim, self.ffn_dim = freq_dim, text_dim, ffn_dim
+        self.freq_dim, self.text_dim, self.ffn_dim, self.eps = freq_dim, text_dim, ffn_dim, eps
         self.num_heads, self.num_layers = num_heads, num_layers
         components = ModelComponents() if components is None else components
         self.sequence_shard = components.sequence_shard
@@ -328,7 +331,8 @@ class WanModel(nn.Module):
         if conditioning.num_extra_tokens:
             times_BR = F.pad(times_BR, (0, 1))
             lengths = (*lengths, conditioning.num_extra_tokens)
-        features = sinusoidal_embedding(times_BR, self.freq_dim).to(device, non_blocking=True)
+        features = sinusoidal_embedding_1d(self.freq_dim, times_BR.cpu()).float()
+        features = features.to(device, non_blocking=True)
         return _run_in_fp32(self.time_embedding, features), lengths
 
     def _iterate_blocks(
@@ -561,12 +565,12 @@ def find_timestep_segments(t: Tensor, num_tokens: int) -> tuple[Tensor, tuple[in
     return values.unsqueeze(0), tuple(counts.tolist())
 
 
-def sinusoidal_embedding(t: Tensor, dim: int) -> Tensor:
-    """Returns float32 features [..., dim] of timesteps: first cosines, then sines.
+def sinusoidal_embedding_1d(dim: int, position: Tensor) -> Tensor:
+    """Returns float64 features [..., dim] of timesteps: first cosines, then sines.
 
-    They are computed in float64 as in the official code, on the host because NPUs have no float64.
+    They are computed on the host and returned on the device of `position`; NPUs have no float64.
     """
     half = dim // 2
     frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    angles = t.to("cpu", torch.float64).unsqueeze(-1) * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+    angles = position.to("cpu", torch.float64).unsqueeze(-1) * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(position.device)

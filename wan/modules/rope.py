@@ -48,7 +48,10 @@ def make_rope_table(grid: GridPositions, head_dim: int) -> RopeTable:
 
 def tabulate_rope_angles(angles: Tensor) -> RopeTable:
     """Makes the table of angles, float64 [S, D/2]."""
-    cos, sin = angles.cos(), angles.sin()
+    return _make_signed_table(angles.cos(), angles.sin())
+
+
+def _make_signed_table(cos: Tensor, sin: Tensor) -> RopeTable:
     signed_sin = torch.stack((-sin, sin), dim=-1).flatten(-2)
     return cos.repeat_interleave(2, dim=-1).float()[:, None], signed_sin.float()[:, None]
 
@@ -71,6 +74,42 @@ def _swap_pairs(x_BSND: Tensor) -> Tensor:
         return torch.where(is_even, next_channel, previous_channel)
     first, second = x_BSND.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((second, first), dim=-1).flatten(-2)  # a flip of an axis of 2 is slow
+
+
+def rope_params(max_seq_len: int, dim: int, theta: float = 10000) -> Tensor:
+    """Computes the official table of one axis, complex128 [max_seq_len, dim/2]."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), theta**-exponents)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def rope_apply(x: Tensor, grid_sizes: Tensor, freqs: Tensor) -> Tensor:
+    """Rotates like the official function; the tokens after those of a sample's grid stay.
+
+    Args:
+        x: [B,S,N,D].
+        grid_sizes: Tokens along frame, height and width of each sample, [B,3].
+        freqs: The tables of the three axes (`rope_params`), concatenated to [positions, D/2].
+
+    Returns:
+        float32 [B,S,N,D].
+    """
+    axes = freqs.split([size // 2 for size in split_head_dim(x.shape[-1])], dim=1)
+    out = x.float().clone()
+    for sample, grid in zip(out, grid_sizes.tolist(), strict=True):
+        shapes = ([grid[i] if i == axis else 1 for i in range(3)] for axis in range(3))
+        values = torch.cat(
+            [
+                table[:length].view(*shape, -1).expand(*grid, -1)
+                for table, length, shape in zip(axes, grid, shapes, strict=True)
+            ],
+            dim=-1,
+        ).flatten(0, 2)
+        table = _make_signed_table(values.real, values.imag)
+        sample[: len(values)] = apply_rope(
+            sample[: len(values)], (table[0].to(x.device), table[1].to(x.device))
+        )
+    return out
 
 
 class RopeCache:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from wan.checkpoint.formats.embedded_tokenizer import UnigramVocab, read_embedded_tokenizer
 from wan.checkpoint.load import DtypeRule, ModelSpec, describe_mismatch, read_headers
 from wan.checkpoint.names.keymaps import rename_t5_to_transformers
+from wan.device import select_device
 from wan.settings.errors import InputError
 from wan.utils.log import logger
 from wan.utils.system import limit_cpu_threads
@@ -217,6 +218,57 @@ def _upcast_layers(model: Any, dtype: torch.dtype) -> None:
 
 _MAX_DISTANCE = 128  # from which on all distances share a bucket
 _EPS = 1e-6
+
+
+class T5EncoderModel:
+    """Encodes prompts under the official name, with the network and tokenizer of `TextEncoder`.
+
+    Args:
+        text_len: Maximum number of tokens; longer prompts are truncated.
+        dtype: Of the computation, and unless it is float32 of the weights.
+        device: None: the accelerator, without one the CPU.
+        checkpoint_path: `models_t5_umt5-xxl-enc-bf16.pth` or another file with its weights.
+        tokenizer_path: The folder `google/umt5-xxl` of the checkpoint.
+        shard_fn: Called with the network on the CPU, such as `wan.distributed.fsdp.shard_model`
+            with a `device_id`; returns the network.
+
+    Attributes:
+        model: The network; a caller may move it to another device.
+
+    Raises:
+        InputError: A ValueError: a file is missing or holds another network.
+    """
+
+    def __init__(
+        self,
+        text_len: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device | int | None = None,
+        checkpoint_path: str | Path | None = None,
+        tokenizer_path: str | Path | None = None,
+        shard_fn: Callable[..., nn.Module] | None = None,
+    ) -> None:
+        if checkpoint_path is None or tokenizer_path is None:
+            why = "needs `checkpoint_path` and `tokenizer_path`"
+            raise InputError("T5EncoderModel", None, why, "give those of a checkpoint")
+        if device is None:
+            device = select_device("auto").torch_device
+        spec = read_text_encoder_spec(Path(checkpoint_path))
+        load_device = torch.device("cpu" if shard_fn is not None else device)
+        self.model = spec.load(device=load_device, dtype_of=choose_text_encoder_dtypes(dtype))
+        if shard_fn is not None:
+            self.model = shard_fn(self.model, sync_module_states=False)
+        self.text_len, self.dtype = text_len, dtype
+        self._encode = TextEncoder(
+            self.model, load_tokenizer(Path(tokenizer_path)), dtype=dtype, text_len=text_len
+        )
+
+    def __call__(
+        self, texts: str | Sequence[str], device: str | torch.device | int
+    ) -> list[Tensor]:
+        """Encodes prompts to a tensor [T,C] each, without padding, on `device`."""
+        texts = [texts] if isinstance(texts, str) else texts
+        return [self._encode(text).to(device) for text in texts]
 
 
 class Umt5Encoder(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -35,14 +37,24 @@ def print_plan_report(run: Run) -> None:
         plan_lines += map(
             flag_naming.render, _describe_placement(planner, planning.nodes, planning.link_gbs)
         )
-    print(*map(escape_controls, plan_lines), sep="\n", flush=True)
+    for line in plan_lines:
+        _print_wrapped(escape_controls(line))
     memory = run.device_memory or planner.device.capabilities.memory
     if memory is None and planner.device.type == "cuda":
         memory = min(query_gpu_memory("total"), default=None)
-    print(escape_controls(flag_naming.render(check_plan_memory(planner, memory))))
+    sys.stdout.flush()
+    _print_wrapped(escape_controls(flag_naming.render(check_plan_memory(planner, memory))))
     free = system.read_available_memory() if run.device_memory is None else memory
     for line in describe_rereads(planner, free or 0):
-        print(line)
+        _print_wrapped(line)
+
+
+def _print_wrapped(line: str) -> None:
+    """Prints a line in at most 100 columns; the rest is indented to its last column."""
+    indent = " " * max(4, line.rfind("  ") + 2)
+    wrapper = textwrap.TextWrapper(100, subsequent_indent=indent, break_on_hyphens=False)
+    wrapper.break_long_words = False  # paths
+    print(wrapper.fill(line))
 
 
 def describe_sources(run: Run) -> list[str]:
@@ -86,7 +98,7 @@ def describe_plan(planner: Planner, task: str) -> list[str]:
         ]
         mapped = mapped_by_stage.get(name, Usage()).total()
         items += [f"and mapped from files {_format_bytes(mapped)}"] if mapped >= 1e6 else []
-        lines.append(f"  {name} {_format_bytes(usage.total())}: {', '.join(items)}")
+        lines.append(f"  {name:<14}{_format_bytes(usage.total()):>10}  {', '.join(items)}")
     host_bytes = planner.compute_host_bytes()
     if host_bytes:
         lines.append(f"Page-locked host memory of a rank: {_format_bytes(host_bytes)}")

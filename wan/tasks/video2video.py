@@ -172,22 +172,28 @@ def compute_source_size(preset: Preset, source: Size, area: int) -> Size:
 
 
 def compute_ti2v_size(preset: Preset, image: Size, area: int) -> Size:
-    """Computes the size of a ti2v video, which the image is scaled to cover and cropped to.
+    """Computes the size of a ti2v video, which the image is scaled to cover and cropped to."""
+    multiple = preset.size_multiple
+    return check_nonzero_size(image, best_output_size(*image, multiple, multiple, area))
 
-    As in the official code, there are two candidates of whole tokens within `area`, one with the
-    height rounded first and one with the width; the one closer to the image's aspect ratio is
-    taken, on a tie the first.
+
+def best_output_size(w: int, h: int, dw: int, dh: int, expected_area: int) -> Size:
+    """Computes the (width, height) of multiples of dw and dh for an image of w * h pixels.
+
+    As in the official function of this name, there are two candidates within `expected_area`, one
+    with the height rounded first and one with the width; the one closer to the image's aspect ratio
+    is taken, on a tie the first. (0, 0): the area is too small.
     """
-    multiple, ratio = preset.size_multiple, image[0] / image[1]
-    ideal_width = math.sqrt(area * ratio)
-    ideal_height = area / ideal_width
+    ratio = w / h
+    ideal_width = math.sqrt(expected_area * ratio)
+    ideal_height = expected_area / ideal_width
 
-    def round_down(side: float) -> int:
+    def round_down(side: float, multiple: int) -> int:
         return int(side // multiple * multiple)
 
-    width, height = round_down(ideal_width), round_down(ideal_height)
-    candidates = [(round_down(area / height), height) if height else (0, 0)]
-    candidates.append((width, round_down(area / width)) if width else (0, 0))
+    width, height = round_down(ideal_width, dw), round_down(ideal_height, dh)
+    candidates = [(round_down(expected_area / height, dw), height) if height else (0, 0)]
+    candidates.append((width, round_down(expected_area / width, dh)) if width else (0, 0))
 
     def measure_distortion(candidate: Size) -> float:
         if not all(candidate):
@@ -195,7 +201,7 @@ def compute_ti2v_size(preset: Preset, image: Size, area: int) -> Size:
         candidate_ratio = candidate[0] / candidate[1]
         return max(ratio / candidate_ratio, candidate_ratio / ratio)
 
-    return check_nonzero_size(image, min(candidates, key=measure_distortion))
+    return min(candidates, key=measure_distortion)
 
 
 def read_frames_at_size(reader: FrameReader, num_frames: int, size: Size) -> Tensor:

@@ -461,7 +461,7 @@ class Autoencoder(nn.Module):
         """version: a key of VERSIONS."""
         super().__init__()
         self.version = VERSIONS[version]
-        z_dim = self.version.z_dim
+        self.z_dim = z_dim = self.version.z_dim
         self.encoder = Encoder(self.version, base_dim)
         self.quant_conv = nn.Conv3d(2 * z_dim, 2 * z_dim, 1)
         self.post_quant_conv = nn.Conv3d(z_dim, z_dim, 1)
