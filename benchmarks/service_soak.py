@@ -47,7 +47,7 @@ from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.media.video_reader import read_video
-from wan.serve.folders import list_output_files
+from wan.serve.jobs.folders import list_output_files
 from wan.settings.values import integer, real
 from wan.testing.measuring import CPU
 

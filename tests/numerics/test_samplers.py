@@ -26,7 +26,7 @@ from wan.kernels.forward_context import StepInfo
 from wan.metering.recording import make_exchange_plan
 from wan.pipeline.denoise import DenoisingLoop
 from wan.pipeline.scheduler import make_solver
-from wan.serve.records import read_finished_job
+from wan.serve.jobs.records import read_finished_job
 from wan.settings.noise_schedule import compute_sigmas, count_noise_samples, make_noise_schedule
 from wan.settings.noise_tables import NOISE_TABLES, compute_beta_quantile
 from wan.settings.presets import PRESETS

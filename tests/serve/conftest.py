@@ -14,8 +14,8 @@ import pytest
 from benchmarks.webhook_receiver import Receiver
 from tests.serve.jobs import Jobs
 from wan.app import resolve
-from wan.serve import deliveries
-from wan.serve.service import Limits
+from wan.serve.queue import deliveries
+from wan.serve.queue.service import Limits
 
 inspect_checkpoint = cache(resolve.inspect_checkpoint)
 

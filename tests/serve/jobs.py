@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Message
 
 from wan.app.run import Run
 from wan.serve import __main__ as command
-from wan.serve import app
-from wan.serve.metrics import Metrics
-from wan.serve.queue import parse_output_id
-from wan.serve.service import Limits, Service
+from wan.serve.http import app
+from wan.serve.http.metrics import Metrics
+from wan.serve.queue.order import parse_output_id
+from wan.serve.queue.service import Limits, Service
 from wan.settings.layers import Layer
 from wan.utils import env
 
@@ -73,7 +73,7 @@ class Jobs:
         model_names: Sequence[str] = (),
         **guards: Any,
     ) -> None:
-        """Opens the service. guards: Further arguments of `wan.serve.app.make_app`."""
+        """Opens the service. guards: Further arguments of `wan.serve.http.app.make_app`."""
         frames = ["--infer_frames", "4"] if "s2v-14B" in flags else ["--frame_num", "5"]
         argv = ["--size", "64*64", *frames, "--sample_steps", "2", *flags]
         argv += ["--ulysses_size", str(ranks)]

@@ -67,7 +67,7 @@ def _run_front(argv: Sequence[str], python: str) -> int:
 
 def _run_forked_rank(front: Path, modules: Path | None) -> int:
     """Runs a rank of the service, with the output of one that torchrun has started."""
-    from wan.serve.ranks import run_rank
+    from wan.serve.ranks.__main__ import run_rank
 
     with (front.parent / "ranks.log").open("ab") as log:
         for stream in (1, 2):

@@ -23,8 +23,13 @@ from starlette.routing import Route
 
 from tests.dist import REPO
 from tests.serve.serving import GET, make_post_request, open_connection, receive_all
-from wan.serve import connections
-from wan.serve.connections import Connections, compute_max_connections, make_server, open_sockets
+from wan.serve.http import connections
+from wan.serve.http.connections import (
+    Connections,
+    compute_max_connections,
+    make_server,
+    open_sockets,
+)
 
 HEADER, BODY, PAUSE, UNREAD = 0.4, 0.8, 1.2, 1.0  # seconds of the limits in these tests
 LATE = 3.0  # seconds after its limit within which a slow connection must be closed
@@ -276,7 +281,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from wan.serve.connections import Connections, make_server, open_sockets
+from wan.serve.http.connections import Connections, make_server, open_sockets
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 logging.basicConfig()

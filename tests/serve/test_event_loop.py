@@ -26,9 +26,9 @@ from benchmarks.webhook_receiver import Receiver
 from tests.serve.bodies import FORM, make_form
 from tests.serve.jobs import Jobs, running, wait_until
 from tests.serve.test_webhooks import LOCAL
-from wan.serve.service import Limits
-from wan.serve.store import Store
-from wan.serve.webhooks import Webhooks
+from wan.serve.events.webhooks import Webhooks
+from wan.serve.queue.service import Limits
+from wan.serve.store.videos import Store
 
 LIMIT = 0.04
 """CPU seconds of a callback: twice as many as allowed, as a busy machine may be slower."""
@@ -133,7 +133,7 @@ async def test_large_bodies(tmp_path: Path) -> None:
 
 def keep_uploads(uploads: list[bytes]) -> Any:
     """Returns a replacement of `Service.create` that keeps the image and refuses the request."""
-    from wan.serve.responses import make_gone_error
+    from wan.serve.events.video_object import make_gone_error
 
     async def create(parsed_request: Any, *_: Any) -> Any:
         uploads.append(bytes(parsed_request.files["image"]))
@@ -159,7 +159,7 @@ async def test_many_waiting_events(tmp_path: Path, receiver: Receiver) -> None:
 
 
 async def test_many_expired_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wan.serve.journal.TRUST_SECONDS", 0.0)
+    monkeypatch.setattr("wan.serve.jobs.journal.TRUST_SECONDS", 0.0)
     jobs = Jobs(tmp_path / "jobs", Limits(keep_days=1))
     names = [await jobs.create({"n": 2}) for _ in range(1)]
     names += add_jobs(jobs, names[0], 400, ended=time.time() - 2 * 86400)
@@ -213,7 +213,7 @@ class HangingFiles(LocalFileSystem):
 
 async def test_a_store_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few threads hang, clients get 503, other requests go on, and nothing is left at the end."""
-    monkeypatch.setattr("wan.serve.store._READER_SECONDS", 0.2)
+    monkeypatch.setattr("wan.serve.store.videos._READER_SECONDS", 0.2)
     fsspec.register_implementation("hangs", HangingFiles, clobber=True)
     jobs = Jobs(tmp_path / "jobs", store=Store(f"hangs://{tmp_path}/store"))
     name, other = await jobs.create(), await jobs.create()
@@ -251,7 +251,7 @@ async def test_a_resolver_that_hangs(
             answers.wait()
         return resolve(host, *args, **kwargs)
 
-    monkeypatch.setattr("wan.serve.webhooks.SEND_SECONDS", 0.05)
+    monkeypatch.setattr("wan.serve.events.webhooks.SEND_SECONDS", 0.05)
     jobs = Jobs(tmp_path / "jobs", Limits(webhook_hosts=LOCAL))
     name = await jobs.create({"webhook_url": receiver.url})
     names = add_jobs(jobs, name, 50)

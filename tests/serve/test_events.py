@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.serve.jobs import Jobs, wait_for_text
-from wan.serve import events
-from wan.serve.responses import make_video_object
+from wan.serve.events import sse
+from wan.serve.events.video_object import make_video_object
 
 Event = tuple[int, str, dict[str, Any]]
 
@@ -151,7 +151,7 @@ async def test_listeners_are_limited_and_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that disconnects is noticed; comments are sent while nothing happens."""
-    monkeypatch.setattr(events, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(sse, "HEARTBEAT_SECONDS", 0.05)
     jobs = Jobs(tmp_path / "jobs", max_listeners=2)
     name = await jobs.create()
     first, second = Listener(jobs, name), Listener(jobs, name)
@@ -167,7 +167,7 @@ async def test_listeners_are_limited_and_leave(
 
 async def test_a_log_is_bounded(jobs: Jobs) -> None:
     """Ids also grow where events are of the same millisecond."""
-    name, log = await jobs.create(), events.EventLog()
+    name, log = await jobs.create(), sse.EventLog()
     video = make_video_object(jobs.service, jobs.service.find_job(name))
     for done in range(10_000):
         log.observe(video | {"steps": [done, 10_000]})

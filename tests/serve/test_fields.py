@@ -8,7 +8,7 @@ from typing import Any
 from tests.refusals import check_refusals
 from tests.serve.bodies import FORM, make_data_url, make_form, make_picture
 from tests.serve.jobs import PROMPT, Jobs
-from wan.serve import fields
+from wan.serve.requests import fields
 from wan.settings.flags import FLAGS
 
 NAMES = sorted(

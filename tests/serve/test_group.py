@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 
 from tests.serve.jobs import Jobs, wait_until
-from wan.serve import group, monitor
-from wan.serve.journal import MAX_ATTEMPTS
-from wan.serve.service import Limits
+from wan.serve.jobs.journal import MAX_ATTEMPTS
+from wan.serve.queue.service import Limits
+from wan.serve.ranks import group, monitor
 
 RANK = '''#!PYTHON
 """In place of Python: torchrun of two ranks, and each of these."""
 import os, signal, sys, time
 from pathlib import Path
 
-from wan.serve import ranks
+from wan.serve.ranks import __main__ as ranks
 
 def run_both():
     ranks = []

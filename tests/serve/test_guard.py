@@ -10,8 +10,8 @@ import pytest
 
 from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, Jobs
-from wan.serve import addresses
-from wan.serve.folders import NAME_LENGTH
+from wan.serve.jobs.folders import NAME_LENGTH
+from wan.serve.requests import addresses
 from wan.settings.errors import InputError
 
 KEY = "0123456789abcdef"

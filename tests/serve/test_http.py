@@ -19,7 +19,7 @@ import uvicorn
 from tests.dist import REPO
 from tests.serve.bodies import FORM, make_data_url, make_form
 from tests.serve.jobs import PROMPT, Jobs, begin_request, running, wait_until
-from wan.serve.service import Limits
+from wan.serve.queue.service import Limits
 
 
 async def test_a_page_goes_on_after_a_video_also_after_a_deleted_one(jobs: Jobs) -> None:

@@ -21,11 +21,11 @@ from tests.dist import REPO
 from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, Jobs, begin_request, run_due_timers, running, wait_until
 from tests.serve.test_webhooks import LOCAL
-from wan.serve import journal as journal_module
-from wan.serve import waiters
-from wan.serve.journal import ServiceJob
-from wan.serve.repeats import hash_request
-from wan.serve.service import Limits
+from wan.serve.jobs import journal as journal_module
+from wan.serve.jobs.journal import ServiceJob
+from wan.serve.queue import waiters
+from wan.serve.queue.service import Limits
+from wan.serve.requests.refusals import hash_request
 
 # Repeated requests.
 
@@ -194,7 +194,7 @@ async def test_a_clock_that_is_set_deletes_nothing(
     assert await jobs.service.journal.list_ended() == [first, last]
     restarted = Jobs(jobs.folder, jobs.service.limits)
     await run_cleanup(restarted)
-    monkeypatch.setattr("wan.serve.journal.TRUST_SECONDS", 0.0)  # they have passed
+    monkeypatch.setattr("wan.serve.jobs.journal.TRUST_SECONDS", 0.0)  # they have passed
     set_clock(0)
     await run_cleanup(restarted)
     assert [restarted.get_state(name) for name in (first, last)] == ["completed"] * 2

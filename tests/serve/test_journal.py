@@ -21,7 +21,7 @@ import torch
 from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, Jobs, running, wait_until
 from wan.media.video_writer import write_video
-from wan.serve import journal, journal_file
+from wan.serve.jobs import journal, journal_file
 from wan.settings.command import Output
 from wan.settings.errors import InputError
 

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from tests.pipelines import resolve_argv
 from tests.refusals import check_refusals
 from tests.serve.jobs import IdleRanks, Jobs
-from wan.serve import ranks
-from wan.serve.service import Limits
+from wan.serve.queue.service import Limits
+from wan.serve.ranks import __main__ as ranks
 
 WIDTH = 240  # of the tiny A14B network
 LAYER = "blocks.0.self_attn.q"

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from wan.serve import ranks
-from wan.serve.monitor import FACTOR, FLOOR, SILENCE, STARTING, GroupMonitor
+from wan.serve.ranks import __main__ as ranks
+from wan.serve.ranks.monitor import FACTOR, FLOOR, SILENCE, STARTING, GroupMonitor
 
 TIMEOUT = 1800.0
 

@@ -15,12 +15,13 @@ import pytest
 from tests.pipelines import read_values
 from tests.serve.bodies import FORM, make_data_url, make_form, make_picture
 from tests.serve.jobs import PROMPT, Jobs, resolve_service
-from wan.serve import fields, operations
-from wan.serve.metrics import Metrics
-from wan.serve.openapi import make_openapi
-from wan.serve.request_schema import RequestSchema, check_needed_fields, make_request_schema
-from wan.serve.routes import Routes
-from wan.serve.rows import ServiceJob
+from wan.serve.http import operations
+from wan.serve.http.metrics import Metrics
+from wan.serve.http.openapi import make_openapi
+from wan.serve.http.routes import Routes
+from wan.serve.jobs.job import ServiceJob
+from wan.serve.requests import fields
+from wan.serve.requests.schema import RequestSchema, check_needed_fields, make_request_schema
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS
 

@@ -13,7 +13,7 @@ import pytest
 from tests.serve.bodies import FORM, make_form
 from tests.serve.jobs import PROMPT, Jobs, wait_for_text
 from tests.serve.test_journal import RECORD, write_finished_video
-from wan.serve.service import Limits
+from wan.serve.queue.service import Limits
 
 SEVERAL: dict[str, tuple[dict[str, Any], list[int]]] = {
     "next seeds": ({"n": 3, "seed": 7}, [7, 8, 9]),

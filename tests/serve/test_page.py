@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.serve.jobs import Jobs, wait_for_text
-from wan.serve import operations
-from wan.serve.service import Limits
+from wan.serve.http import operations
+from wan.serve.queue.service import Limits
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
 

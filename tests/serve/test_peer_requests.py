@@ -12,7 +12,7 @@ from tests.refusals import check_refusals
 from tests.serve.bodies import FORM, make_data_url, make_form, make_picture
 from tests.serve.jobs import PROMPT, Jobs
 from wan.serve import __main__ as command
-from wan.serve import fields
+from wan.serve.requests import fields
 from wan.settings.errors import InputError
 
 SIZE = {"width": 96, "height": 64}

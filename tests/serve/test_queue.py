@@ -14,7 +14,7 @@ import pytest
 from tests.refusals import check_refusals
 from tests.serve.bodies import FORM, make_data_url, make_form, make_picture
 from tests.serve.jobs import PROMPT, IdleRanks, Jobs
-from wan.serve.service import Limits
+from wan.serve.queue.service import Limits
 
 RANKS_LOST: dict[str, Any] = {"code": "ranks_lost", "message": "The ranks have ended."}
 
@@ -147,7 +147,7 @@ async def test_a_full_disk(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for function, stand_in in (
         ("shutil.disk_usage", lambda _: SimpleNamespace(free=999_999)),
-        ("wan.serve.job_files.JobFiles.write_uploads", fail),
+        ("wan.serve.jobs.files.JobFiles.write_uploads", fail),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(function, stand_in)

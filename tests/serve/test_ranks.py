@@ -18,8 +18,8 @@ from wan.device import select_device
 from wan.distributed.gloo_group import GlooGroup
 from wan.pipeline import build
 from wan.pipeline.denoise import DenoisingLoop
-from wan.serve import ranks
-from wan.serve.ranks import FrontLink
+from wan.serve.ranks import __main__ as ranks
+from wan.serve.ranks.__main__ import FrontLink
 from wan.settings.presets import PRESETS
 from wan.tasks.base import DenoiseInputs, make_video_params
 

@@ -16,7 +16,7 @@ import uvicorn
 from tests.pipelines import read_values
 from tests.refusals import check_refusals
 from wan.serve import __main__ as command
-from wan.serve.folders import lock_journal
+from wan.serve.jobs.folders import lock_journal
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS
 

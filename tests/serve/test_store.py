@@ -20,9 +20,9 @@ from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, Jobs, begin_request, run_due_timers, running, wait_until
 from tests.serve.test_archives import read_zip
 from tests.serve.test_journal import RECORD, write_finished_video
-from wan.serve import store as store_module
-from wan.serve.service import Limits
-from wan.serve.store import Store, StoreUploads
+from wan.serve.queue.service import Limits
+from wan.serve.store import videos as store_module
+from wan.serve.store.videos import Store, StoreUploads
 from wan.settings.errors import InputError
 
 VIDEO = b"video"  # what `Jobs.complete` writes

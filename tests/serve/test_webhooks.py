@@ -21,11 +21,12 @@ import pytest
 from benchmarks.webhook_receiver import Receiver
 from tests.refusals import check_refusals
 from tests.serve.jobs import Jobs, running, wait_until
-from wan.serve import deliveries, webhooks
-from wan.serve.rows import ServiceJob
-from wan.serve.service import Limits
-from wan.serve.webhook_hosts import WebhookHosts, read_url, read_webhook_host
-from wan.serve.webhooks import Webhooks
+from wan.serve.events import webhooks
+from wan.serve.events.webhooks import Webhooks
+from wan.serve.jobs.job import ServiceJob
+from wan.serve.queue import deliveries
+from wan.serve.queue.service import Limits
+from wan.serve.requests.webhook_hosts import WebhookHosts, read_url, read_webhook_host
 from wan.settings.errors import InputError
 
 SECRET = "whsec_" + "c2VjcmV0IG9mIHRoZSB0ZXN0cw=="

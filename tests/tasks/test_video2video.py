@@ -20,7 +20,7 @@ from tests.tasks.tasks import QUICK, write_moving_box, write_picture
 from tools import make_character, make_sound
 from wan.media.video_writer import save_latents, save_preview, write_video
 from wan.pipeline.pipeline import Experts
-from wan.serve.rows import ServiceJob
+from wan.serve.jobs.job import ServiceJob
 from wan.settings.command import Output
 
 SMALL = ["--size", "64*64", "--frame_num", "5"]

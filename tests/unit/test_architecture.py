@@ -93,11 +93,10 @@ ONLY_IN = {
     "mindiesd": "wan.device wan.kernels.npu",
     "xfuser": "wan.kernels.xfuser",
     "pynvml": "wan.metering.nvml",
-    "starlette": "wan.serve.app wan.serve.bodies wan.serve.responses wan.serve.routes "
-    "wan.serve.stored_files",
-    "fsspec": "wan.serve.store",
-    "uvicorn": "wan.serve.connections",
-    "prometheus_client": "wan.serve.metrics",
+    "starlette": "wan.serve.http wan.serve.events.video_object",
+    "fsspec": "wan.serve.store.videos",
+    "uvicorn": "wan.serve.http.connections",
+    "prometheus_client": "wan.serve.http.metrics",
 }
 # Longer than 70 lines, and why.
 LONG_FUNCTIONS = {
@@ -334,8 +333,8 @@ NO_PARTS = {"given", "told", "said", "asked", "found", "heard", "behind", "stand
 ALLOWED = {
     ("wan.settings.video_options", "chain"): "the flag --chain",
     ("wan.settings.errors", "what"): "the first of the four parts of a refusal",
-    ("wan.serve.rows", "done"): "a column of the journal",
-    ("wan.serve.service", "done"): "a column of the journal",
+    ("wan.serve.jobs.job", "done"): "a column of the journal",
+    ("wan.serve.queue.service", "done"): "a column of the journal",
 }
 
 
@@ -438,8 +437,8 @@ REMOVES = {
         "temporary files of this run",
     ),
     "wan.app.output": ({"stale_file.unlink"}, "hidden files whose name has an ended process"),
-    "wan.serve.group": ({"path.replace"}, "a log in the journal of the service"),
-    "wan.serve.folders": ({"path.unlink"}, "files of a job, by the names that the service gives"),
+    "wan.serve.ranks.group": ({"path.replace"}, "a log in the journal of the service"),
+    "wan.serve.jobs.folders": ({"path.unlink"}, "files of a job, by the names of the service"),
 }
 
 

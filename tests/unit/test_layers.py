@@ -26,8 +26,8 @@ from wan.app.run import Run, list_changed_settings
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.pipeline.pipeline import Pipeline
 from wan.planner import report
-from wan.serve import fields
-from wan.serve.rows import ServiceJob
+from wan.serve.jobs.job import ServiceJob
+from wan.serve.requests import fields
 from wan.settings.errors import KEYWORD_NAMING, InputError
 from wan.settings.flags import PYTHON_KEYWORDS
 from wan.settings.layers import Layer, merge

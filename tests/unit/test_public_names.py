@@ -73,7 +73,7 @@ def list_keys(value: Any, path: str) -> Iterator[str]:
 def metric_names() -> Iterator[str]:
     from prometheus_client import CollectorRegistry
 
-    from wan.serve.metrics import Metrics
+    from wan.serve.http.metrics import Metrics
 
     registries = [x for x in vars(Metrics()).values() if isinstance(x, CollectorRegistry)]
     assert registries
@@ -90,7 +90,7 @@ def command_line() -> Iterator[str]:
 
 
 def request_fields() -> Iterator[str]:
-    from wan.serve import fields
+    from wan.serve.requests import fields
 
     yield from (f"field {name}" for name in (*fields.FIELD_TO_SETTING, *fields.UPLOADS))
 

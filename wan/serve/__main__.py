@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from wan.app import failures, resolve
 from wan.app.flag_parser import Parser, parse_flags
 from wan.app.programs import make_argument_type
-from wan.serve.addresses import read_model_name, read_network, read_origin, read_root_path
-from wan.serve.folders import NAME_LENGTH, check_journal_folder
-from wan.serve.webhook_hosts import read_webhook_host
+from wan.serve.jobs.folders import NAME_LENGTH, check_journal_folder
+from wan.serve.requests.addresses import read_model_name, read_network, read_origin, read_root_path
+from wan.serve.requests.webhook_hosts import read_webhook_host
 from wan.settings.command import PlanOptions, PromptFileOptions, ResumeOptions
 from wan.settings.errors import InputError, get_exit_code
 from wan.settings.fields import list_options
@@ -250,7 +250,7 @@ def run_service(argv: Sequence[str]) -> int:
     """Runs the service until SIGINT or SIGTERM; returns the exit code."""
     options, generate_args = _parse_service_options(argv)
     try:
-        from wan.serve import server
+        from wan.serve.http import server
     except ImportError as error:
         why = f"The service needs {error.name}"
         raise InputError(why, remedy="pip install -r requirements-serve.txt") from error

@@ -1,0 +1,1 @@
+"""What clients learn about a job: the video object, server-sent events, webhooks."""

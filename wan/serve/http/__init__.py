@@ -1,0 +1,1 @@
+"""HTTP: the server, its routes and their answers."""

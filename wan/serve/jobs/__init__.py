@@ -1,0 +1,1 @@
+"""Jobs, their journal and their files."""

@@ -1,0 +1,1 @@
+"""The queue: which jobs are admitted, which are next, and what follows their end."""

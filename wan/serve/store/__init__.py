@@ -1,0 +1,1 @@
+"""The store to which completed videos move."""
