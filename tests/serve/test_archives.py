@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.serve.bodies import FORM, make_form, make_picture
 from tests.serve.jobs import Jobs
-from wan.serve.http.archives import ArchiveFile, read_parts, stream_archive
+from wan.serve.http.downloads import ArchiveFile, read_parts, stream_archive
 
 
 def read_zip(content: bytes) -> dict[str, bytes]:

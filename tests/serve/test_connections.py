@@ -28,8 +28,8 @@ from wan.serve.http.connections import (
     Connections,
     compute_max_connections,
     make_server,
-    open_sockets,
 )
+from wan.serve.requests.addresses import open_sockets
 
 HEADER, BODY, PAUSE, UNREAD = 0.4, 0.8, 1.2, 1.0  # seconds of the limits in these tests
 LATE = 3.0  # seconds after its limit within which a slow connection must be closed
@@ -281,7 +281,8 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from wan.serve.http.connections import Connections, make_server, open_sockets
+from wan.serve.http.connections import Connections, make_server
+from wan.serve.requests.addresses import open_sockets
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 logging.basicConfig()

@@ -133,7 +133,7 @@ async def test_large_bodies(tmp_path: Path) -> None:
 
 def keep_uploads(uploads: list[bytes]) -> Any:
     """Returns a replacement of `Service.create` that keeps the image and refuses the request."""
-    from wan.serve.events.video_object import make_gone_error
+    from wan.serve.http.downloads import make_gone_error
 
     async def create(parsed_request: Any, *_: Any) -> Any:
         uploads.append(bytes(parsed_request.files["image"]))

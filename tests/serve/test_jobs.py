@@ -22,10 +22,9 @@ from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, Jobs, begin_request, run_due_timers, running, wait_until
 from tests.serve.test_webhooks import LOCAL
 from wan.serve.jobs import journal as journal_module
-from wan.serve.jobs.journal import ServiceJob
+from wan.serve.jobs.job import ServiceJob, hash_request
 from wan.serve.queue import waiters
 from wan.serve.queue.service import Limits
-from wan.serve.requests.refusals import hash_request
 
 # Repeated requests.
 

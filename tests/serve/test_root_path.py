@@ -13,7 +13,7 @@ from starlette.routing import Mount
 
 from tests.refusals import check_refusals
 from tests.serve.jobs import Jobs
-from wan.serve.requests.addresses import read_root_path
+from wan.serve.http.operations import read_root_path
 from wan.settings.errors import InputError
 
 ROOT = "/team/wan"

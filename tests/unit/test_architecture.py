@@ -37,7 +37,12 @@ LAYERS = (
     "cli",
     "__main__",
 )
-ROW = {name: row for row, names in enumerate(LAYERS) for name in names.split()}
+# Rooms of the service, by the same rule.
+ROOMS = ("requests", "jobs", "ranks", "queue", "events store", "http", "__main__")
+ROW, ROOM_ROW = (
+    {name: row for row, names in enumerate(layers) for name in names.split()}
+    for layers in (LAYERS, ROOMS)
+)
 # Files at official paths, for code that imports them; they may import everything but programs.
 OFFICIAL = (
     *(f"wan.modules.{name}" for name in ("attention", "tokenizers", "vae2_1", "vae2_2")),
@@ -54,9 +59,9 @@ METERS = " ".join(
 # Part of wan -> the only modules outside it that may import it.
 ONLY_FOR = {
     "wan.distributed": "wan.modules.attnlayer wan.modules.vae.sharded wan.pipeline wan.app wan.cli "
-    "wan.metering wan.planner wan.diffusers wan.power wan.serve.ranks",
+    "wan.metering wan.planner wan.diffusers wan.power wan.serve.ranks.__main__",
     "wan.pipeline.build": "wan.app wan.cli wan.diffusers.session wan.planner.measure "
-    "wan.planner.report wan.power.rounds wan.serve.ranks",
+    "wan.planner.report wan.power.rounds wan.serve.ranks.__main__",
     "wan.metering": "wan.app.job wan.app.output wan.app.record wan.power",
 }
 WITHOUT_TORCH = (
@@ -93,7 +98,7 @@ ONLY_IN = {
     "mindiesd": "wan.device wan.kernels.npu",
     "xfuser": "wan.kernels.xfuser",
     "pynvml": "wan.metering.nvml",
-    "starlette": "wan.serve.http wan.serve.events.video_object",
+    "starlette": "wan.serve.http",
     "fsspec": "wan.serve.store.videos",
     "uvicorn": "wan.serve.http.connections",
     "prometheus_client": "wan.serve.http.metrics",
@@ -202,6 +207,10 @@ def test_imports(path: Path) -> None:
         part = name.split(".")[1]
         other_parts = {other for other in wan_imports if other.split(".")[1] != part}
         assert not {other for other in other_parts if ROW[other.split(".")[1]] >= ROW[part]}
+    if name.startswith("wan.serve."):
+        room = name.split(".")[2]
+        rooms = {i.split(".")[2] for i in wan_imports if i.startswith("wan.serve.")} - {room}
+        assert not {other for other in rooms if ROOM_ROW[other] >= ROOM_ROW[room]}
     if name not in (*OFFICIAL, "wan.modules"):
         assert not {i for i in wan_imports if i in OFFICIAL}
     for inner, users in ONLY_FOR.items():

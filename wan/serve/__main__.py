@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from wan.app import failures, resolve
 from wan.app.flag_parser import Parser, parse_flags
 from wan.app.programs import make_argument_type
+from wan.serve.http.operations import read_root_path
 from wan.serve.jobs.folders import NAME_LENGTH, check_journal_folder
-from wan.serve.requests.addresses import read_model_name, read_network, read_origin, read_root_path
+from wan.serve.requests.addresses import read_model_name, read_network, read_origin
 from wan.serve.requests.webhook_hosts import read_webhook_host
 from wan.settings.command import PlanOptions, PromptFileOptions, ResumeOptions
 from wan.settings.errors import InputError, get_exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import platform
 import subprocess
 import sys
@@ -247,3 +248,24 @@ def _read_package_version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed as a package"
+
+
+class RareMessages(logging.Filter):
+    """Logging filter that passes each message without a traceback once a minute."""
+
+    def __init__(self, seconds: float = 60.0) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Returns whether a record is logged; messages are compared without their arguments."""
+        if record.exc_info:
+            return True
+        now, key = time.monotonic(), str(record.msg)
+        if now - self._last.get(key, -math.inf) < self._seconds:
+            return False
+        if len(self._last) > 1000:
+            self._last.clear()
+        self._last[key] = now
+        return True

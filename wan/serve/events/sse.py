@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-from wan.serve.jobs.journal import ServiceJob
+from wan.serve.events.video_object import make_video_object
+from wan.serve.jobs.job import ServiceJob
 from wan.serve.queue.service import Service
 from wan.serve.requests.refusals import RefusedError
 
@@ -61,14 +62,9 @@ class EventLog:
 class JobEvents:
     """The event streams of all jobs; events of a job are recorded from its first listener on."""
 
-    def __init__(
-        self,
-        service: Service,
-        describe: Callable[[ServiceJob], dict[str, Any]],
-        max_listeners: int = MAX_LISTENERS,
-    ) -> None:
-        """Starts without listeners. describe: returns the video object of a job."""
-        self._service, self._describe, self._max_listeners = service, describe, max_listeners
+    def __init__(self, service: Service, max_listeners: int = MAX_LISTENERS) -> None:
+        """Starts without listeners."""
+        self._service, self._max_listeners = service, max_listeners
         self._logs: dict[str, EventLog] = {}
         self._num_listeners = 0
 
@@ -123,13 +119,13 @@ class JobEvents:
         """Records the changes of a job since the last call."""
         job = self._service.find_job(job_id)
         log = self._logs.setdefault(job_id, EventLog(job.event_series))
-        log.observe(self._describe(job))
+        log.observe(make_video_object(self._service, job))
         return log
 
     def _format_end(self, job: ServiceJob) -> str:
         video: dict[str, Any] = {"id": job.id, "object": "video.deleted", "deleted": True}
         if job.state != "deleted":
-            video = self._describe(job)
+            video = make_video_object(self._service, job)
         return format_event("end", video, _compute_end_id(job))
 
     def _drop_ended_logs(self) -> None:

@@ -1,28 +1,15 @@
-"""Responses: the video object of a job, and errors in OpenAI's format."""
+"""The video object of a job, in answers, events and webhooks."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import re
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Match
-
-from wan.serve.jobs.journal import ServiceJob
+from wan.serve.jobs.job import ServiceJob
 from wan.serve.queue.service import Service
-from wan.serve.requests.refusals import RefusedError
-from wan.serve.requests.schema import make_request_fields
-from wan.settings.errors import InputError, escape_controls
-from wan.utils.log import logger
-
-T = TypeVar("T")
+from wan.serve.requests.fields import FIELD_NAMES
+from wan.settings.flags import FLAGS
 
 
 def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
@@ -136,107 +123,18 @@ def select_record_fields(record: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-async def wait_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of a coroutine, which is cancelled when the client disconnects.
-
-    Raises:
-        ClientDisconnect: The client has disconnected.
-    """
-
-    async def wait_for_disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = asyncio.create_task(work), asyncio.create_task(wait_for_disconnect())
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            return await tasks[0]
-        raise ClientDisconnect
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def read_range(request: Request, size: int) -> tuple[int, int] | None:
-    """Returns start and end of the requested range of a file; None: the whole file is requested.
-
-    A header that a server may ignore by RFC 9110 is removed, so that `FileResponse` ignores it,
-    too: of another method than GET, of another unit, of several ranges, or an invalid one.
-
-    Args:
-        size: Bytes of the file.
-
-    Raises:
-        RefusedError: No byte of the range exists.
-    """
-    scope, text = request.scope, Headers(scope=request.scope).get("range", "")
-    match = re.fullmatch(r"bytes=(\d{0,18})-(\d{0,18})", text, re.ASCII | re.IGNORECASE)
-    first, last = match.groups() if match is not None and request.method == "GET" else ("", "")
-    if not (first or last) or (first and last and int(first) > int(last)):
-        scope["headers"] = [header for header in scope["headers"] if header[0] != b"range"]
-        return None
-    start = int(first) if first else max(size - int(last), 0)
-    if start >= size:
-        message = f"No byte of this range exists; the file has {size} bytes."
-        content_range = {"Content-Range": f"bytes */{size}"}
-        raise RefusedError(message, 416, "range_not_satisfiable", headers=content_range)
-    return start, min(int(last) + 1, size) if first and last else size
-
-
-def make_gone_error(why: str) -> RefusedError:
-    """Returns the refusal for a video whose file cannot be sent."""
-    return RefusedError(f"The file of this video {why}; delete it.", 410, "gone", "video_id")
-
-
-def _list_allowed_methods(request: Request) -> str:
-    """Returns the value of the `Allow` header: the methods of all routes of a path."""
-    methods: set[str] = set()
-    for route in request.app.routes:
-        if route.matches(request.scope)[0] != Match.NONE:
-            methods |= route.methods
-    return ", ".join(sorted(methods))
-
-
-def make_error_response(request: Request, error: Exception) -> Response:
-    """Returns an error response in OpenAI's format."""
-    headers: dict[str, str] = {}
-    should_retry = False
-    if isinstance(error, RefusedError):
-        status, code, param, message = (
-            error.status,
-            error.code,
-            error.param,
-            escape_controls(str(error)),
-        )
-        headers |= error.headers
-        should_retry = error.retry_after is not None
-        if error.retry_after is not None:
-            headers["Retry-After"] = str(max(round(error.retry_after), 1))
-        if status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-    elif isinstance(error, InputError):
-        status, code, message = 400, "invalid_request", str(error)
-        match = re.fullmatch(r"`?(\w+)`?", error.subject)
-        param = None if match is None else error.naming.names.get(match[1], match[1])
-    elif isinstance(error, HTTPException):
-        status, code, param, message = error.status_code, "http", None, error.detail
-        headers.update(error.headers or {})
-        if status == 405:
-            headers["Allow"] = _list_allowed_methods(request)
-    elif isinstance(error, MultiPartException):
-        status, code, param, message = 400, "invalid_form", None, error.message
-    else:
-        status, code, param, message = 500, "internal_error", None, "Internal error."
-    message = message.encode(errors="replace").decode()
-    param = None if param is None else param.encode(errors="replace").decode()
-    headers["x-should-retry"] = "true" if should_retry else "false"
-    error_type = "invalid_request_error" if status < 500 else "server_error"
-    body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
-    return JSONResponse(body, status, headers)
-
-
-def answer_disconnect(request: Request, _: Exception) -> Response:
-    """Returns status 499 for a client that has disconnected; this is not logged as an error."""
-    logger.debug("A client disconnected from %s.", request.scope["path"])
-    return Response(status_code=499)
+def make_request_fields(job: ServiceJob) -> dict[str, Any]:
+    """Returns the fields of a job's request without its files; sent again, they make a copy."""
+    values: dict[str, Any] = {}
+    for setting, value in job.settings.items():
+        values[FIELD_NAMES.get(setting, setting)] = value
+    if (scales := values.pop("sample_guide_scale", None)) is not None:
+        low, high = FLAGS["sample_guide_scale"].reader("`sample_guide_scale`", scales)
+        is_single = "dit" in job.guidance
+        values |= {"guidance_scale": low} if is_single else {"guidance_high": high}
+        values |= {} if is_single else {"guidance_low": low}
+    if "size" in values:
+        values["size"] = str(values["size"]).replace("*", "x")
+    if job.seeds:
+        values["seed"] = job.seeds if job.num_outputs > 1 else job.seeds[0]
+    return values | ({"priority": job.priority} if job.priority else {})

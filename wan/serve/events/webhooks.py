@@ -20,12 +20,11 @@ from urllib.parse import SplitResult, urlsplit
 
 import wan
 from wan.serve.events.video_object import make_video_object
-from wan.serve.http.connections import RareMessages
-from wan.serve.jobs.journal import ServiceJob
+from wan.serve.jobs.job import ServiceJob
 from wan.serve.queue.deliveries import DeliveryKind, PostponedError
 from wan.serve.queue.service import Service
 from wan.serve.requests.webhook_hosts import WebhookHosts, normalize_address
-from wan.utils.log import logger
+from wan.utils.log import RareMessages, logger
 from wan.utils.threads import DaemonThreads
 
 GIVE_UP_SECONDS = 3 * 86400.0

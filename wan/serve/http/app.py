@@ -20,11 +20,11 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wan.serve.events.sse import MAX_LISTENERS
-from wan.serve.events.video_object import answer_disconnect, make_error_response
 from wan.serve.http.metrics import Metrics
 from wan.serve.http.operations import PATHS_WITHOUT_KEY
 from wan.serve.http.routes import Routes
@@ -32,7 +32,7 @@ from wan.serve.queue.service import Service
 from wan.serve.requests.addresses import Network, is_in_networks, normalize_host, split_host
 from wan.serve.requests.refusals import RefusedError
 from wan.serve.store.videos import Store, StoreError
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, escape_controls
 from wan.utils.log import logger
 
 _DISCARD_SECONDS = 5.0  # seconds in which the rest of a refused body is read
@@ -82,7 +82,7 @@ class Guard:
         refusal = self._check_request(request)
         if refusal is not None:
             await _discard_body(request, receive)
-            await make_error_response(request, refusal)(scope, receive, send)
+            await _make_error_response(request, refusal)(scope, receive, send)
             return
         num_bytes = 0
 
@@ -173,6 +173,53 @@ async def _discard_body(request: Request, receive: Receive) -> None:
                 pass
 
 
+def _make_error_response(request: Request, error: Exception) -> Response:
+    """Returns an error response in OpenAI's format."""
+    headers: dict[str, str] = {}
+    should_retry = False
+    if isinstance(error, RefusedError):
+        status, code, param, message = (
+            error.status,
+            error.code,
+            error.param,
+            escape_controls(str(error)),
+        )
+        headers |= error.headers
+        should_retry = error.retry_after is not None
+        if error.retry_after is not None:
+            headers["Retry-After"] = str(max(round(error.retry_after), 1))
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+    elif isinstance(error, InputError):
+        status, code, message = 400, "invalid_request", str(error)
+        match = re.fullmatch(r"`?(\w+)`?", error.subject)
+        param = None if match is None else error.naming.names.get(match[1], match[1])
+    elif isinstance(error, HTTPException):
+        status, code, param, message = error.status_code, "http", None, error.detail
+        headers.update(error.headers or {})
+        if status == 405:
+            headers["Allow"] = _list_allowed_methods(request)
+    elif isinstance(error, MultiPartException):
+        status, code, param, message = 400, "invalid_form", None, error.message
+    else:
+        status, code, param, message = 500, "internal_error", None, "Internal error."
+    message = message.encode(errors="replace").decode()
+    param = None if param is None else param.encode(errors="replace").decode()
+    headers["x-should-retry"] = "true" if should_retry else "false"
+    error_type = "invalid_request_error" if status < 500 else "server_error"
+    body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+    return JSONResponse(body, status, headers)
+
+
+def _list_allowed_methods(request: Request) -> str:
+    """Returns the value of the `Allow` header: the methods of all routes of a path."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] != Match.NONE:
+            methods |= route.methods
+    return ", ".join(sorted(methods))
+
+
 _EXPOSED_HEADERS = (
     *("ETag", "Content-Range", "Retry-After", "openai-poll-after-ms", "x-should-retry"),
     *("X-Request-Id", "X-Model", "X-Inference-Time-S", "X-Stage-Durations", "X-Peak-Memory-MB"),
@@ -236,8 +283,11 @@ def make_app(
                 await running
 
     async def answer_error(request: Request, error: Exception) -> Response:
-        is_gone = isinstance(error, ClientDisconnect)  # without a thread, as all may be busy
-        return (answer_disconnect if is_gone else make_error_response)(request, error)
+        """Answers without a thread, as all may be busy."""
+        if isinstance(error, ClientDisconnect):  # it is not logged as an error
+            logger.debug("A client disconnected from %s.", request.scope["path"])
+            return Response(status_code=499)
+        return _make_error_response(request, error)
 
     errors = (RefusedError, InputError, HTTPException, MultiPartException, Exception)
     handlers: dict[Any, Any] = dict.fromkeys((*errors, ClientDisconnect), answer_error)

@@ -8,10 +8,8 @@ reached, the connection that has waited longest for its client is closed for a n
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import math
-import os
 import resource
 import socket
 import time
@@ -22,8 +20,7 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from wan.settings.errors import InputError
-from wan.utils.log import logger
+from wan.utils.log import RareMessages, logger
 
 HEADER_SECONDS = 10.0
 """Seconds from a connection, or from an answer, to the end of the next request's headers."""
@@ -48,27 +45,6 @@ _Message = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[_Message]]
 _Send = Callable[[_Message], Awaitable[None]]
 _App = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitable[None]]
-
-
-class RareMessages(logging.Filter):
-    """Logging filter that passes each message without a traceback once a minute."""
-
-    def __init__(self, seconds: float = 60.0) -> None:
-        super().__init__()
-        self._seconds = seconds
-        self._last: dict[str, float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether a record is logged; messages are compared without their arguments."""
-        if record.exc_info:
-            return True
-        now, key = time.monotonic(), str(record.msg)
-        if now - self._last.get(key, -math.inf) < self._seconds:
-            return False
-        if len(self._last) > 1000:
-            self._last.clear()
-        self._last[key] = now
-        return True
 
 
 _log = logger.getChild("connections")
@@ -317,50 +293,3 @@ def compute_max_connections(ranks: int) -> int:
     if max_files == resource.RLIM_INFINITY:
         return _MAX_CONNECTIONS
     return max(min(_MAX_CONNECTIONS, (max_files - _RESERVED_FILES - ranks) // 2), _MIN_CONNECTIONS)
-
-
-def open_sockets(host: str, port: int, setting: str = "`host`") -> list[socket.socket]:
-    """Opens a listening socket on each address of a host.
-
-    Args:
-        host: A name or an address.
-        port: 0 for a free port.
-        setting: Name of the host's setting in refusals.
-
-    Raises:
-        InputError: The host is unknown or another machine, or the port is in use or not allowed.
-    """
-    try:
-        addresses = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE if host else 0
-        )
-    except (OSError, UnicodeError, ValueError) as error:
-        why = f"is not a known host ({getattr(error, 'strerror', None) or error})"
-        raise InputError(setting, host, why, "give a name or an address of this machine") from None
-    sockets: list[socket.socket] = []
-    last_error: OSError | None = None
-    is_partial = True  # further addresses are opened without those that the machine lacks
-    for family, _, _, _, address in dict.fromkeys(addresses):
-        try:
-            sockets.append(socket.create_server(address, family=family))
-        except OSError as error:
-            last_error = error
-            is_partial = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-            if not is_partial:
-                break
-    if last_error is None or (sockets and is_partial):
-        return sockets
-    for listener in sockets:
-        listener.close()
-    raise _make_bind_error(last_error, host, port, setting) from None
-
-
-def _make_bind_error(error: OSError, host: str, port: int, setting: str) -> InputError:
-    """Returns the refusal for an address that cannot be bound."""
-    if error.errno == errno.EADDRINUSE:
-        return InputError(f"port {port} of {host}", None, "is in use", "give another port")
-    if error.errno in (errno.EACCES, errno.EPERM):
-        remedy = "give a port of 1024 or more"
-        return InputError(f"port {port} of {host}", None, "is not allowed for this user", remedy)
-    why = f"cannot be bound ({os.strerror(error.errno or 0)})"
-    return InputError(setting, host, why, "give an address of this machine")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from wan.serve.jobs.journal import Journal, ServiceJob
+from wan.serve.jobs.job import ServiceJob
+from wan.serve.jobs.journal import Journal
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 

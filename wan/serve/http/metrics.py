@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from wan.serve.jobs.journal import ServiceJob
+from wan.serve.jobs.job import ServiceJob
 from wan.serve.queue.order import read_clock
 from wan.serve.queue.service import Service
 

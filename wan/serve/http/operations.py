@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from wan.settings.errors import InputError
+from wan.settings.values import Reader, format_value
 
 _PARAMETER = dict[str, Any]
 _TEXT = {"type": "string"}
@@ -142,3 +147,17 @@ OPERATIONS = (
 """The routes, in the order in which they are tried; each GET also answers HEAD."""
 PATHS_WITHOUT_KEY = tuple(operation.path for operation in OPERATIONS if not operation.needs_key)
 """Paths that are answered without an API key."""
+
+
+@partial(Reader, metavar="PATH")
+def read_root_path(name: str, raw: object) -> str:
+    """Reads a path such as `/wan`; returns it without a slash at its end."""
+    text = str(raw).rstrip("/")
+    if text and re.fullmatch(r"(/(?!\.{1,2}(/|$))[\w.~-]+)+", text, re.ASCII) is None:
+        why = "must be a path of letters, digits, -, _, . and ~, such as /wan"
+        raise InputError(name, format_value(raw), why, "give the path that the proxy serves")
+    first_names = {operation.path.split("/")[1] for operation in OPERATIONS} - {""}
+    if text and text.split("/")[1] in first_names:
+        why = "begins as a path of the service itself"
+        raise InputError(name, format_value(raw), why, "serve it below another path, such as /wan")
+    return text

@@ -26,29 +26,30 @@ from wan.checkpoint.lora.folder import describe_lora, find_lora_files
 from wan.serve.events.sse import MAX_LISTENERS, JobEvents
 from wan.serve.events.video_object import (
     make_file_name,
-    make_gone_error,
     make_video_object,
-    read_range,
     select_record_fields,
 )
 from wan.serve.http import listing
-from wan.serve.http.archives import (
+from wan.serve.http.bodies import call_by_size, count_file_bytes, read_body
+from wan.serve.http.downloads import (
     ArchiveFile,
+    get_stored_size,
     make_entry_name,
+    make_gone_error,
+    make_stored_response,
     read_once,
     read_parts,
+    read_range,
     stream_archive,
 )
-from wan.serve.http.bodies import call_by_size, count_file_bytes, read_body
-from wan.serve.http.downloads import get_stored_size, make_stored_response
 from wan.serve.http.metrics import Metrics
 from wan.serve.http.openapi import make_openapi
 from wan.serve.http.operations import MEDIA_TYPES, OPERATIONS, PAGE_FILES, make_page_operation
 from wan.serve.jobs.files import make_picture, make_picture_path
-from wan.serve.jobs.journal import ServiceJob
+from wan.serve.jobs.job import ServiceJob, hash_request
 from wan.serve.queue.service import Service
 from wan.serve.requests import fields
-from wan.serve.requests.refusals import RefusedError, hash_request
+from wan.serve.requests.refusals import RefusedError
 from wan.serve.requests.schema import check_needed_fields, make_request_schema
 from wan.serve.requests.webhook_hosts import read_url
 from wan.serve.store.videos import Store
@@ -100,7 +101,7 @@ class Routes:
     ) -> None:
         self._service, self._metrics, self._store = service, metrics, store
         self._loras = LoraCatalog(service.startup_run)
-        self._events = JobEvents(service, partial(make_video_object, service), max_listeners)
+        self._events = JobEvents(service, max_listeners)
         self._list_lock = asyncio.Lock()
 
     def list_routes(self) -> list[Route]:

@@ -23,13 +23,12 @@ from wan.serve.http.connections import (
     Connections,
     compute_max_connections,
     make_server,
-    open_sockets,
 )
 from wan.serve.http.metrics import Metrics
 from wan.serve.jobs.folders import lock_journal
 from wan.serve.queue.service import Limits, Service
 from wan.serve.ranks.group import ONE_NODE, Nodes
-from wan.serve.requests.addresses import Network, is_local
+from wan.serve.requests.addresses import Network, is_local, open_sockets
 from wan.serve.requests.webhook_hosts import WebhookHosts
 from wan.serve.store.videos import Store, StoreUploads
 from wan.settings.errors import InputError

@@ -21,7 +21,7 @@ from wan.serve.jobs.folders import (
     make_output_stem,
     remove_job_files,
 )
-from wan.serve.jobs.journal import ServiceJob
+from wan.serve.jobs.job import ServiceJob
 from wan.serve.requests.fields import FIELD_NAMES, FOLDER, PICTURES, UPLOADS
 from wan.settings.errors import InputError
 from wan.utils.files import make_marked_kind, write_output

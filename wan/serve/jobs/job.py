@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
 from math import prod
@@ -234,3 +236,25 @@ def _encode_column(name: str, value: Any) -> Any:
     if isinstance(value, str):  # an unpaired surrogate would fail in every later write
         return value.encode("utf-8", "backslashreplace").decode()
     return value
+
+
+def hash_request(body: Mapping[str, Any]) -> str:
+    """Returns a SHA-256 digest of the fields and files of a request."""
+    hasher = hashlib.sha256()
+    for name in sorted(body):
+        value = body[name]
+        has_files = isinstance(value, list) and any(map(_is_file, value))
+        for content in value if has_files else [value]:
+            if not _is_file(content):
+                content = json.dumps(content, sort_keys=True, default=_digest_file).encode()
+            hasher.update(f"{name} {len(content)} ".encode())
+            hasher.update(content)
+    return hasher.hexdigest()
+
+
+def _is_file(value: Any) -> bool:
+    return isinstance(value, bytes | bytearray)
+
+
+def _digest_file(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

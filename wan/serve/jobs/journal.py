@@ -13,6 +13,7 @@ from typing import Any
 
 from wan.serve.jobs.job import COLUMNS, Row, ServiceJob, make_row, make_tombstone, read_row
 from wan.serve.jobs.journal_file import PATIENCE, JournalError, JournalFile, Statement
+from wan.serve.requests.refusals import RefusedError
 from wan.utils.log import logger
 
 MAX_ATTEMPTS = 2
@@ -255,10 +256,26 @@ class Journal:
         job = self.find(name)
         return None if job is None else job.state
 
-    def find_by_key(self, key: str) -> ServiceJob | None:
-        """Returns the last job with an Idempotency-Key."""
-        rows = self._query("SELECT id FROM jobs WHERE key = ? ORDER BY rowid DESC LIMIT 1", (key,))
-        return self.get(rows[0][0]) if rows else None
+    def find_earlier_job(self, digest: str, key: str | None) -> ServiceJob | None:
+        """Returns the job of an earlier request with the same Idempotency-Key, or None.
+
+        Without a key every request is a new one, also a retry: an equal request may come from
+        another client, who could then delete the job of the first one.
+
+        Args:
+            digest: Digest of the request, from `hash_request`.
+            key: The request's Idempotency-Key.
+
+        Raises:
+            RefusedError: The key belongs to a different request.
+        """
+        statement = "SELECT id FROM jobs WHERE key = ? ORDER BY rowid DESC LIMIT 1"
+        rows = self._query(statement, (key,)) if key else ()
+        job = self.get(rows[0][0]) if rows else None
+        if job is not None and job.digest != digest:
+            message = "This Idempotency-Key belongs to another request; use a new one."
+            raise RefusedError(message, 422, "idempotency_key_reused")
+        return job
 
     def list_page(
         self, after: str | None, limit: int, newest_first: bool, states: Sequence[str]

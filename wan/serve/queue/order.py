@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from wan.app.run import Run
 from wan.pipeline import memory_estimate
-from wan.serve.jobs.journal import Journal, ServiceJob
+from wan.serve.jobs.job import ServiceJob
+from wan.serve.jobs.journal import Journal
 from wan.utils.log import logger
 
 _CLOCK_OFFSET = time.time() - time.monotonic()

@@ -19,7 +19,8 @@ from wan.app.run import Run
 from wan.serve.jobs import records
 from wan.serve.jobs.files import JobFiles
 from wan.serve.jobs.folders import JOB_ID, remove_orphaned_folders
-from wan.serve.jobs.journal import MAX_ATTEMPTS, Journal, ServiceJob
+from wan.serve.jobs.job import ServiceJob, hash_request
+from wan.serve.jobs.journal import MAX_ATTEMPTS, Journal
 from wan.serve.jobs.journal_file import JournalError
 from wan.serve.queue.deliveries import DeliveryQueue
 from wan.serve.queue.order import (
@@ -36,7 +37,7 @@ from wan.serve.queue.waiters import Waiters
 from wan.serve.ranks.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.requests import fields
 from wan.serve.requests.fields import FIELD_NAMES, FOLDER, ParsedRequest
-from wan.serve.requests.refusals import RefusedError, find_earlier_job, hash_request
+from wan.serve.requests.refusals import RefusedError
 from wan.serve.requests.webhook_hosts import NO_HOSTS, WebhookHosts
 from wan.settings.errors import InputError, is_disk_full
 from wan.settings.layers import Layer
@@ -165,7 +166,7 @@ class Service:
             RefusedError: The request is refused.
         """
         self.limits.webhook_hosts.check_url(parsed_request.webhook_url)
-        earlier = find_earlier_job(self.journal, digest, key)
+        earlier = self.journal.find_earlier_job(digest, key)
         if earlier is not None:
             return earlier, True
         return await self._admit(parsed_request, digest, key)
@@ -186,7 +187,7 @@ class Service:
         url = {} if webhook_url is None else {"webhook_url": webhook_url}
         digest = hash_request({"remix": job_id, "prompt": prompt} | url)
         self.limits.webhook_hosts.check_url(webhook_url)
-        earlier = find_earlier_job(self.journal, digest, key)
+        earlier = self.journal.find_earlier_job(digest, key)
         if earlier is not None:
             return earlier
         job = self.find_job(job_id)
@@ -470,7 +471,7 @@ class Service:
             job.set_sizes(run)
             job.bytes = sum(map(len, parsed_request.files.values()))
             async with self._admission_lock:
-                earlier = find_earlier_job(self.journal, digest, key)
+                earlier = self.journal.find_earlier_job(digest, key)
                 if earlier is None:
                     self._check_queue(job.num_outputs)
                     job.created, job.queued_at = time.time(), read_clock()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from wan.serve.jobs.journal import ServiceJob
+from wan.serve.jobs.job import ServiceJob
 
 REJOIN = 10.0
 """Seconds in which a disconnected client may retry with its Idempotency-Key."""

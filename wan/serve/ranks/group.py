@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wan.serve.http.connections import open_sockets
 from wan.serve.jobs.folders import FRONT_KIND
 from wan.serve.ranks.monitor import GroupMonitor
+from wan.serve.requests.addresses import open_sockets
 from wan.settings.layers import Layer
 from wan.utils import env
 from wan.utils.files import write_output

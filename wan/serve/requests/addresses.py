@@ -1,13 +1,15 @@
-"""Host names, origins, networks and paths of the service's options and of requests."""
+"""Host names, origins and networks of the service's options and of requests, and sockets."""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import os
 import re
+import socket
 from functools import partial
 from typing import Any
 
-from wan.serve.http.operations import OPERATIONS
 from wan.settings.errors import InputError
 from wan.settings.values import Reader, format_value
 
@@ -90,15 +92,48 @@ def read_model_name(name: str, raw: Any) -> str:
     return str(raw)
 
 
-@partial(Reader, metavar="PATH")
-def read_root_path(name: str, raw: object) -> str:
-    """Reads a path such as `/wan`; returns it without a slash at its end."""
-    text = str(raw).rstrip("/")
-    if text and re.fullmatch(r"(/(?!\.{1,2}(/|$))[\w.~-]+)+", text, re.ASCII) is None:
-        why = "must be a path of letters, digits, -, _, . and ~, such as /wan"
-        raise InputError(name, format_value(raw), why, "give the path that the proxy serves")
-    first_names = {operation.path.split("/")[1] for operation in OPERATIONS} - {""}
-    if text and text.split("/")[1] in first_names:
-        why = "begins as a path of the service itself"
-        raise InputError(name, format_value(raw), why, "serve it below another path, such as /wan")
-    return text
+def open_sockets(host: str, port: int, setting: str = "`host`") -> list[socket.socket]:
+    """Opens a listening socket on each address of a host.
+
+    Args:
+        host: A name or an address.
+        port: 0 for a free port.
+        setting: Name of the host's setting in refusals.
+
+    Raises:
+        InputError: The host is unknown or another machine, or the port is in use or not allowed.
+    """
+    try:
+        addresses = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE if host else 0
+        )
+    except (OSError, UnicodeError, ValueError) as error:
+        why = f"is not a known host ({getattr(error, 'strerror', None) or error})"
+        raise InputError(setting, host, why, "give a name or an address of this machine") from None
+    sockets: list[socket.socket] = []
+    last_error: OSError | None = None
+    is_partial = True  # further addresses are opened without those that the machine lacks
+    for family, _, _, _, address in dict.fromkeys(addresses):
+        try:
+            sockets.append(socket.create_server(address, family=family))
+        except OSError as error:
+            last_error = error
+            is_partial = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+            if not is_partial:
+                break
+    if last_error is None or (sockets and is_partial):
+        return sockets
+    for listener in sockets:
+        listener.close()
+    raise _make_bind_error(last_error, host, port, setting) from None
+
+
+def _make_bind_error(error: OSError, host: str, port: int, setting: str) -> InputError:
+    """Returns the refusal for an address that cannot be bound."""
+    if error.errno == errno.EADDRINUSE:
+        return InputError(f"port {port} of {host}", None, "is in use", "give another port")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        remedy = "give a port of 1024 or more"
+        return InputError(f"port {port} of {host}", None, "is not allowed for this user", remedy)
+    why = f"cannot be bound ({os.strerror(error.errno or 0)})"
+    return InputError(setting, host, why, "give an address of this machine")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from wan.app.run import PATH_SETTINGS, Run
-from wan.serve.jobs.journal import ServiceJob
 from wan.serve.requests import fields
 from wan.serve.requests.fields import FIELD_NAMES
 from wan.settings.errors import InputError
@@ -137,23 +136,6 @@ def make_request_schema(
         next(iter(several), ()),
         {"replace_flag": scene} if scene else {},
     )
-
-
-def make_request_fields(job: ServiceJob) -> dict[str, Any]:
-    """Returns the fields of a job's request without its files; sent again, they make a copy."""
-    values: dict[str, Any] = {}
-    for setting, value in job.settings.items():
-        values[FIELD_NAMES.get(setting, setting)] = value
-    if (scales := values.pop("sample_guide_scale", None)) is not None:
-        low, high = FLAGS["sample_guide_scale"].reader("`sample_guide_scale`", scales)
-        is_single = "dit" in job.guidance
-        values |= {"guidance_scale": low} if is_single else {"guidance_high": high}
-        values |= {} if is_single else {"guidance_low": low}
-    if "size" in values:
-        values["size"] = str(values["size"]).replace("*", "x")
-    if job.seeds:
-        values["seed"] = job.seeds if job.num_outputs > 1 else job.seeds[0]
-    return values | ({"priority": job.priority} if job.priority else {})
 
 
 def list_needed_fields(run: Run, replaces_character: bool) -> list[tuple[str, ...]]:

@@ -9,16 +9,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from wan.serve.http.connections import RareMessages
 from wan.serve.jobs.files import make_picture
 from wan.serve.jobs.folders import list_output_files, make_output_stem, remove_job_files
-from wan.serve.jobs.journal import ServiceJob
+from wan.serve.jobs.job import ServiceJob
 from wan.serve.queue.deliveries import DeliveryKind
 from wan.serve.queue.service import Service
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 from wan.utils.files import check_folder, make_process_name
-from wan.utils.log import logger
+from wan.utils.log import RareMessages, logger
 from wan.utils.threads import DaemonThreads
 
 _CHUNK = 4_000_000  # bytes that are read from the store at once
