@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-from wan.serve.events.video_object import make_video_object
+from wan.serve.events.video_object import make_end_object, make_video_object
 from wan.serve.jobs.job import ServiceJob
 from wan.serve.queue.service import Service
 from wan.serve.requests.refusals import RefusedError
@@ -96,7 +96,8 @@ class JobEvents:
             while True:
                 job = self._service.journal.find(job_id)
                 if job is not None and job.is_ended:
-                    yield self._format_end(job)
+                    video = make_end_object(self._service, job)
+                    yield format_event("end", video, _compute_end_id(job))
                     return
                 events = self._observe(job_id).list_after(last_id)
                 for number, text in events:
@@ -121,12 +122,6 @@ class JobEvents:
         log = self._logs.setdefault(job_id, EventLog(job.event_series))
         log.observe(make_video_object(self._service, job))
         return log
-
-    def _format_end(self, job: ServiceJob) -> str:
-        video: dict[str, Any] = {"id": job.id, "object": "video.deleted", "deleted": True}
-        if job.state != "deleted":
-            video = make_video_object(self._service, job)
-        return format_event("end", video, _compute_end_id(job))
 
     def _drop_ended_logs(self) -> None:
         for job_id in [*self._logs]:

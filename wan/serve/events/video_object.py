@@ -66,6 +66,13 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
     return video
 
 
+def make_end_object(service: Service, job: ServiceJob) -> dict[str, Any]:
+    """Returns the video object of an ended job; of a deleted one, only that it is deleted."""
+    if job.state == "deleted":
+        return {"id": job.id, "object": "video.deleted", "deleted": True}
+    return make_video_object(service, job)
+
+
 def make_file_name(job: ServiceJob, index: int, suffix: str = ".mp4") -> str:
     """Returns the name under which clients save a file of one of the videos of a job."""
     return f"{job.id}-{index}{suffix}" if index else f"{job.id}{suffix}"

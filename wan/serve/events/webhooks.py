@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import wan
-from wan.serve.events.video_object import make_video_object
+from wan.serve.events.video_object import make_end_object
 from wan.serve.jobs.job import ServiceJob
 from wan.serve.queue.deliveries import DeliveryKind, PostponedError
 from wan.serve.queue.service import Service
@@ -228,15 +228,12 @@ async def _exchange(
 def make_event(service: Service, job: ServiceJob) -> tuple[str, bytes]:
     """Returns the id of the event of an ended job, equal at each attempt, and its body."""
     event_id = f"evt_{job.id}_{job.state}"
-    data: dict[str, Any] = {"id": job.id, "object": "video.deleted", "deleted": True}
-    if job.state != "deleted":
-        data = make_video_object(service, job)
     event = {
         "id": event_id,
         "object": "event",
         "created_at": int(job.ended or 0.0),
         "type": f"video.{job.state}",
-        "data": data,
+        "data": make_end_object(service, job),
     }
     return event_id, json.dumps(event, ensure_ascii=False).encode()
 

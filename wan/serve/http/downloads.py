@@ -61,15 +61,11 @@ async def get_stored_size(request: Request, store: Store, job_id: str, name: str
     try:
         size = await wait_while_connected(request, store.get_size(job_id, name))
     except StoreError as error:
-        raise _make_store_refusal() from error
+        message = "The store of the videos does not answer; try again."
+        raise RefusedError(message, 503, "store_unavailable", retry_after=10) from error
     if size is None:
         raise make_gone_error("is gone")
     return size
-
-
-def _make_store_refusal() -> RefusedError:
-    message = "The store of the videos does not answer; try again."
-    return RefusedError(message, 503, "store_unavailable", retry_after=10)
 
 
 async def wait_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from wan.serve.jobs.job import ServiceJob
+from wan.serve.jobs.job import STATES, ServiceJob
 from wan.serve.jobs.journal import Journal
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 
-_STATES = ("queued", "in_progress", "completed", "failed")
 _MAX_SEARCHED = 1000  # jobs in one request
 _MAX_WORDS = 32
 _MAX_SEARCH_LENGTH = 1000  # characters
@@ -58,8 +57,8 @@ class JobPage:
 def read_filter(status: str, search: str) -> JobFilter:
     """Reads the query parameters `status` and `search`."""
     states = tuple(dict.fromkeys(status.split(","))) if status else ()
-    if not {*states} <= {*_STATES}:
-        why = f"must be some of {','.join(_STATES)}"
+    if not {*states} <= {*STATES}:
+        why = f"must be some of {','.join(STATES)}"
         raise InputError("status", format_value(status), why)
     terms = tuple(dict.fromkeys(search.lower().split()))
     for count, most, unit in (
@@ -84,7 +83,7 @@ async def find_jobs(
         limit: Jobs of the page at most.
     """
     most = _MAX_SEARCHED if job_filter.terms and limit else limit
-    names = journal.list_page(after, most + 1, newest_first, job_filter.states or _STATES)
+    names = journal.list_page(after, most + 1, newest_first, job_filter.states or STATES)
     jobs: list[ServiceJob] = []
     count = 0
     for name in names[:most]:

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 
 from wan.serve.http.operations import OPERATIONS, Operation
+from wan.serve.jobs.job import STATES
 from wan.serve.requests.schema import DATA_URL, RequestSchema, Schema
 from wan.utils.version import __version__
 
 _URLS = ("image_url", "video_url", "audio_url", "url")
-_STATES = ("queued", "in_progress", "completed", "failed")
 _NUMBER, _TEXT = {"type": "number"}, {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
 _ERROR_CODES = {
@@ -65,17 +65,14 @@ def _list_paths(request: RequestSchema) -> dict[str, Schema]:
     for operation in OPERATIONS:
         entry = paths.setdefault(operation.path, {})
         if names := re.findall(r"{(\w+)}", operation.path):
-            entry["parameters"] = [_describe_name(name) for name in names]
+            entry["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names
+            ]
         described = _describe_operation(operation, request)
         entry[operation.method.lower()] = described
         if operation.method == "GET":
             entry["head"] = _describe_head(described)
     return paths
-
-
-def _describe_name(name: str) -> Schema:
-    """Returns the description of a parameter in a path."""
-    return {"name": name, "in": "path", "required": True, "schema": _TEXT}
 
 
 def _describe_operation(operation: Operation, request: RequestSchema) -> Schema:
@@ -188,7 +185,7 @@ def _list_video_properties() -> dict[str, Schema]:
         "id": _TEXT,
         "object": {"const": "video"},
         "model": _TEXT,
-        "status": {"enum": [*_STATES]},
+        "status": {"enum": [*STATES]},
         "progress": _COUNT | {"maximum": 100},
         "created_at": _COUNT,
         "completed_at": _nullable(_COUNT),
@@ -211,7 +208,7 @@ def _list_video_properties() -> dict[str, Schema]:
                 {
                     "index": _COUNT,
                     "seed": _nullable({"type": "integer"}),
-                    "status": {"enum": [*_STATES]},
+                    "status": {"enum": [*STATES]},
                     "file_name": _nullable(_TEXT),
                     "url": _nullable(_TEXT),
                 }

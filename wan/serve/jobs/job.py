@@ -17,6 +17,8 @@ from wan.settings.removed import update_record
 if TYPE_CHECKING:
     from wan.app.run import Run
 
+STATES = ("queued", "in_progress", "completed", "failed")
+"""States of a job, unless it is deleted."""
 Row = tuple[Any, ...]
 """Values of the columns `COLUMNS`, of SQLite types."""
 
@@ -27,7 +29,7 @@ class ServiceJob:
 
     Attributes:
         settings: Setting -> raw value, with the seed, or a list of the seeds of several videos.
-        state: queued, in_progress, completed, failed or deleted.
+        state: One of `STATES`, or deleted.
         priority: Jobs of higher priority run first.
         attempt: Number of started attempts of the video in progress.
         outputs_done: Videos of the job that are complete, in the order of the seeds.

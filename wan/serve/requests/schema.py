@@ -125,7 +125,10 @@ def make_request_schema(
     properties["prompt"]["pattern"] = r"\S"
     properties |= _list_files(run) | _list_computed_fields(run, models)
     ordered = sorted(properties, key=lambda name: _rank_field(name, properties[name]))
-    properties = {name: {"title": _make_title(name)} | properties[name] for name in ordered}
+    properties = {
+        name: {"title": TITLES.get(name, name.replace("_", " ").capitalize())} | properties[name]
+        for name in ordered
+    }
     properties |= _list_aliases(properties, run) | _list_foreign_fields(properties)
     groups = list_needed_fields(run, bool(run.params.replace_flag))
     single, several = ([x for x in groups if (len(x) > 1) == more] for more in (False, True))
@@ -358,11 +361,6 @@ def _list_foreign_fields(properties: Mapping[str, Schema]) -> dict[str, Schema]:
     for name in fields.BLOCKS:
         entries[name] = {"type": "object", "description": "further fields", "x-ignored": True}
     return {name: entry for name, entry in entries.items() if name not in properties}
-
-
-def _make_title(name: str) -> str:
-    """Returns the title of a field."""
-    return TITLES.get(name, name.replace("_", " ").capitalize())
 
 
 def _rank_field(name: str, entry: Mapping[str, Any]) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ class Store:
         Raises:
             InputError: The URL is of no known kind, or a package is missing.
         """
-        self.name = _hide_password(url)
+        self.name = re.sub(r"//[^/@]*@", "//", url)  # without a password
         if not url:
             raise InputError("--store is empty", remedy="give a folder or an address")
         try:
@@ -211,10 +211,6 @@ class Store:
             return int(self._files.size(self._make_path(job_id, name)))
         except FileNotFoundError:
             return None
-
-
-def _hide_password(url: str) -> str:
-    return re.sub(r"//[^/@]*@", "//", url)
 
 
 def _describe_store_error(error: Exception) -> str:
