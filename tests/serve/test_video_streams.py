@@ -44,11 +44,11 @@ FIELDS = {"size": "64x64", "num_inference_steps": 1, "num_frames": 29, "stream":
 class Follower:
     """Follows a video of `Jobs` in a task."""
 
-    def __init__(self, jobs: Jobs, name: str, query: str = "") -> None:
+    def __init__(self, jobs: Jobs, name: str, query: str = "", **headers: Any) -> None:
         self.disconnected, self.messages = asyncio.Event(), list[Any]()
         path = f"/v1/videos/{name}/content?stream=true{query}"
-        request = jobs.request(path, disconnected=self.disconnected, messages=self.messages)
-        self.task = asyncio.create_task(request)
+        headers |= {"disconnected": self.disconnected, "messages": self.messages}
+        self.task = asyncio.create_task(jobs.request(path, **headers))
 
     async def wait_for(self, text: bytes, count: int = 1) -> None:
         await wait_for_text(self.messages, text, count)
@@ -143,10 +143,11 @@ async def _end_job(jobs: Jobs, name: str, end: str) -> None:
 
 async def test_requests_that_are_refused(tmp_path: Path) -> None:
     """A video without a stream, a picture, a wrong key, and more clients than allowed."""
-    jobs = Jobs(tmp_path / "jobs", Limits(batch_size=1), key="k" * 16, max_listeners=1)
+    folder, limits = tmp_path / "jobs", Limits(batch_size=1)
+    jobs = Jobs(folder, limits, key="k" * 16, flags=("--stream",), max_listeners=1)
     jobs.start_idle_ranks()
     key = {"Authorization": f"Bearer {'k' * 16}"}
-    plain, streamed = await jobs.create(**key), await jobs.create({"stream": "yes"}, **key)
+    plain, streamed = await jobs.create({"stream": "no"}, **key), await jobs.create(**key)
     cases = {
         f"{plain}/content?stream=true": (404, "stream: true"),
         f"{streamed}/content?stream=true&variant=preview": (400, "variant=video"),
@@ -157,6 +158,17 @@ async def test_requests_that_are_refused(tmp_path: Path) -> None:
         assert status == expected and text in answer["error"]["message"], path
     path = f"/v1/videos/{plain}/content?stream=true"
     assert (await jobs.request(path))[0] == 401
+    client = Follower(jobs, streamed, **key)
+    await asyncio.sleep(0.1)
+    path = f"/v1/videos/{streamed}/content?stream=true"
+    status, _, answer = await jobs.request(path, **key)
+    assert (status, answer["error"]["code"]) == (503, "busy")
+    client.disconnected.set()
+    await client.task
+    next_client = Follower(jobs, streamed, **key)
+    await asyncio.sleep(0.1)
+    assert not next_client.messages  # it waits
+    next_client.disconnected.set()
 
 
 def decode_prefix(content: bytes, folder: Path) -> np.ndarray:
