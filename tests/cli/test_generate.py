@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import slow
-from tests.frames import read_frames
+from tests.frames import follow_file, read_frames
 from tests.pipelines import resolve_argv
 from tests.tasks.tasks import write_picture
 from tools import compare_latents
@@ -101,7 +101,8 @@ def test_from_json_repeats_the_run(
 def test_a_failure_after_denoising_loses_nothing(
     stage: str, plain: Path, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
-    args = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--prompt", PROMPT]
+    """A stream goes with the failed run; later it shows the video, whose bytes it leaves alone."""
+    args = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--prompt", PROMPT, "--stream"]
     out = tmp_path / "video.mp4"
 
     def fail(*_: object, **__: object) -> None:
@@ -125,9 +126,17 @@ def test_a_failure_after_denoising_loses_nothing(
     if stage == "decode":
         assert f"--decode_latents {latents_file}" in capfd.readouterr().out
     monkeypatch.chdir(tmp_path.parent)
-    run_generate("--decode_latents", latents_file)
+    copy = tmp_path.parent / f"{stage}.mp4"
+    with follow_file(out.with_suffix(".stream.mp4"), copy):
+        run_generate("--decode_latents", latents_file, "--stream")
     assert out.read_bytes() == plain.read_bytes()
-    assert latents_file.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        latents_file.name,
+        "video.mp4",
+        "video.json",
+    }
+    frames, expected = (read_frames(path).astype(int) for path in (copy, out))
+    assert frames.shape == expected.shape and np.abs(frames - expected).mean() < 12  # noise
 
 
 def test_a_dying_encoder_is_noticed(tiny, tmp_path: Path, monkeypatch, capfd) -> None:

@@ -438,6 +438,10 @@ REMOVES = {
         "temporary files of this run",
     ),
     "wan.app.output": ({"stale_file.unlink"}, "hidden files whose name has an ended process"),
+    "wan.media.video_writer": (
+        {"path.unlink", "self.path.unlink"},
+        "the stream of this run, whose name `check_run_outputs` has checked",
+    ),
     "wan.serve.group": ({"path.replace"}, "a log in the journal of the service"),
     "wan.serve.folders": ({"path.unlink"}, "files of a job, by the names that the service gives"),
 }

@@ -319,6 +319,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "refine": ("true", True, SOURCE),
     "fps": ("5", 5.0, ()),
     "save_latents": ("steps", "steps", ()),
+    "stream": ("true", True, ()),
     "trace": ("/tmp/trace", Path("/tmp/trace"), ()),
     "trace_steps": ("0-2,5", (0, 1, 2, 5), ("--trace", "/tmp/trace")),
     "trace_kernels": ("true", True, ("--trace", "/tmp/trace")),

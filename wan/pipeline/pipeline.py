@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from wan.cache.policy import Cache
 from wan.checkpoint.formats.tensor_source import materialize_tensors
 from wan.device import Device
 from wan.modules.t5 import TextEncoder
-from wan.modules.vae.video_vae import FrameCollector, Sink, VideoVAE
+from wan.modules.vae.video_vae import FrameCollector, LatentBlocks, Sink, VideoVAE
 from wan.pipeline.denoise import (
     NEVER_CANCELLED,
     CancellationPoint,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from wan.pipeline.offload import OffloadedModule
 
 _RESERVED_BYTES = 1 << 30  # bytes reserved for kernels and fragmentation
+_BLOCK_SIZE = 3  # latent frames that are decoded between two checks for a cancellation
 
 
 @dataclass
@@ -355,24 +356,36 @@ class Pipeline:
 
     def decode_to_sink(
         self,
-        latents_Zfhw: Tensor,
+        latents: Tensor | LatentBlocks,
         sink: Sink,
         on_other_ranks_done: Callable[[], None] = lambda: None,
     ) -> bool:
         """Decodes into the main rank's sink; all ranks call it.
 
         Args:
-            latents_Zfhw: The denoised latents.
+            latents: The denoised latents [Z,f,h,w], or blocks of them.
             sink: Receives the frames; only used on the main rank.
             on_other_ranks_done: Called as soon as the other ranks have finished their part.
 
         Returns:
             Whether this is the main rank.
         """
+        blocks = latents
+        if not isinstance(blocks, LatentBlocks):
+            blocks = LatentBlocks(blocks.shape, self._split_latents(blocks))
         with self.stage_timer("decoding"):
-            is_main = self.vae_runner.decode(latents_Zfhw, sink, on_other_ranks_done)
+            is_main = self.vae_runner.decode(blocks, sink, on_other_ranks_done)
             self.release(self.vae)
         return is_main
+
+    def _split_latents(self, latents_Zfhw: Tensor) -> Iterator[Tensor]:
+        """Yields blocks of latents; raises an error before the next one if the video is cancelled.
+
+        All ranks iterate at the same time.
+        """
+        for block in latents_Zfhw.split(_BLOCK_SIZE, dim=1):
+            self.cancellation_point.raise_if_cancelled()
+            yield block
 
     @property
     def torch_device(self) -> torch.device:

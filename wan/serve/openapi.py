@@ -214,6 +214,7 @@ def _list_video_properties() -> dict[str, Schema]:
                     "status": {"enum": [*_STATES]},
                     "file_name": _nullable(_TEXT),
                     "url": _nullable(_TEXT),
+                    "stream_url": _nullable(_TEXT),
                 }
             ),
         },
