@@ -3,8 +3,8 @@
     git worktree add ../before COMMIT
     python -m benchmarks.start --base ../before --rounds 5
 
-Each row is a command with the demo checkpoint: a video of one step on one rank or on the ranks of
-torchrun, or a plan. A round runs it in both checkouts, in alternating order, with this Python. The
+Each row is a command with the demo checkpoint: a video of one step on one rank or, by
+`infer_t2v.sh`, on several, or a plan. A round runs it in both checkouts, in alternating order. The
 program prints the number of imported modules, counted in a first run, and, with the ratios of the
 rounds, median seconds: "seconds" until the first step begins (when the log has the stages' seconds,
 less those from denoising on; of a plan: until it is printed), "cpu_seconds" of all processes.
@@ -47,13 +47,11 @@ class Start(NamedTuple):
 
 def make_command(ranks: int, video: Path) -> list[str]:
     """Returns the command of a row; 0 ranks: the plan."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher = [*torchrun, f"--nproc_per_node={ranks}"] if ranks > 1 else [sys.executable]
-    command = [*launcher, "generate.py", "--task", "t2v-A14B"]
+    launcher = ["bash", "infer_t2v.sh"] if ranks > 1 else [sys.executable, "generate.py"]
     if not ranks:
-        return [*command, "--plan"]
-    command += ["--ckpt_dir", "examples/demo/t2v-A14B", "--sample_steps", "1", "--base_seed", "1"]
-    return [*command, "--prompt", "a large red star", "--save_file", str(video)]
+        return [*launcher, "--task", "t2v-A14B", "--plan"]
+    demo = ["--ckpt_dir", "examples/demo/t2v-A14B", "--sample_steps", "1", "--base_seed", "1"]
+    return [*launcher, *demo, "--prompt", "a large red star", "--save_file", str(video)]
 
 
 def measure_start(checkout: Path, ranks: int, count_modules: bool = False) -> Start:
@@ -65,6 +63,8 @@ def measure_start(checkout: Path, ranks: int, count_modules: bool = False) -> St
     # The second run reads compiled modules, as that of a user does.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     environment |= {"PYTHONPATH": "", "PYTHONPROFILEIMPORTTIME": "1" if count_modules else ""}
+    programs = Path(sys.executable).parent  # torchrun, if the checkout has no environment
+    environment |= {"NPROC_PER_NODE": str(ranks), "PATH": f"{programs}:{os.environ['PATH']}"}
     usage, seconds = resource.getrusage(resource.RUSAGE_CHILDREN), None
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         command, begun = make_command(ranks, Path(folder) / "video.mp4"), time.monotonic()
