@@ -314,20 +314,32 @@ def test_a_compiler_cache_that_cannot_be_used(
     assert not [*cache.iterdir()]
 
 
-def test_what_a_plain_run_imports(tiny, tmp_path: Path) -> None:
-    """No compiler, whose cache cannot be used here, and none of the libraries of other tasks."""
+@pytest.mark.parametrize("ranks", [1, slow(2)])
+def test_what_a_plain_run_imports(ranks: int, tiny, tmp_path: Path) -> None:
+    """No compiler, whose cache cannot be used here, and none of the libraries of other tasks.
+
+    A line says what starts before PyTorch is imported, which takes longest.
+    """
     (tmp_path / "file").touch()
     cache = tmp_path / "file" / "new"
-    argv = ["--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, "--save_file"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    argv = [*(launcher if ranks > 1 else ()), REPO / "generate.py", "--task", "t2v-1.3B", *SMALL]
+    argv += ["--ckpt_dir", tiny("t2v-1.3B"), "--save_file", tmp_path / "v.mp4"]
     result = subprocess.run(
-        [sys.executable, "-X", "importtime", REPO / "generate.py", *argv, tmp_path / "v.mp4"],
-        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)},
-        capture_output=True,
+        [sys.executable, *argv],
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPROFILEIMPORTTIME": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
     )
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, result.stdout
     assert str(cache) not in result.stdout
-    names = re.findall(r"^import time:[\d |]+ ([\w.]+)$", result.stderr, re.MULTILINE)
+    imported_before, first_line, _ = re.split(
+        r"^(\[\d\d:.*)$", result.stdout, maxsplit=1, flags=re.MULTILINE
+    )
+    assert "Starting" in first_line
+    assert ranks > 1 or not re.findall(r"\| +torch\..*", imported_before)
+    names = re.findall(r"^import time:[\d |]+ ([\w.]+)$", result.stdout, re.MULTILINE)
     assert "wan.pipeline.build" in names and len({*names}) < 1500
     unused = ("torch._dynamo.", "torch.distributed.fsdp.", "sympy.", "transformers.", "diffusers.")
     assert not [name for name in names if f"{name}.".startswith(unused)]
