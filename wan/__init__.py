@@ -24,6 +24,7 @@ from wan.utils.version import __version__ as __version__
 if TYPE_CHECKING:
     from wan.animate import WanAnimate
     from wan.animate2 import WanAnimate2
+    from wan.causal import WanCausal
     from wan.image2video import WanI2V
     from wan.media.video_writer import save_video
     from wan.speech2video import WanS2V
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "WanAnimate",
     "WanAnimate2",
+    "WanCausal",
     "WanI2V",
     "WanS2V",
     "WanT2V",
@@ -45,6 +47,7 @@ __all__ = [
 _MODULES = {
     "WanAnimate": "animate",
     "WanAnimate2": "animate2",
+    "WanCausal": "causal",
     "WanI2V": "image2video",
     "WanS2V": "speech2video",
     "WanT2V": "text2video",

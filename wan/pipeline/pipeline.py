@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -263,6 +264,8 @@ class Pipeline:
 
     def prepare_denoising(self, params: VideoParams, inputs: Inputs = NO_INPUTS) -> DenoisingLoop:
         """Encodes prompt and inputs, and returns the denoising loop before its first step."""
+        if params.clip_prompts:  # encoded together, so that the text encoder is loaded once
+            self.cache_prompt_embeds([*self.cached_prompt_embeds, *params.all_prompts], params)
         contexts = self.encode_prompt(params, inputs.prompt_embeds, inputs.negative_prompt_embeds)
         with self.stage_timer("conditioning"):
             base = make_base_inputs(params, contexts, self.torch_device, inputs.initial_latents)
@@ -271,7 +274,8 @@ class Pipeline:
             self.release(self.vae)
         preview = self.make_preview(params, inputs)
         callback = inputs.callback_on_step_end
-        return DenoisingLoop(params, loop_inputs, callback, preview, inputs.loras)
+        make_loop: type[DenoisingLoop] = resolve_name(params.task.loop)
+        return make_loop(params, loop_inputs, callback, preview, inputs.loras)
 
     def make_preview(self, params: VideoParams, inputs: Inputs) -> Preview | None:
         """Returns the preview of a video; None without one, and on ranks other than the main one.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -41,6 +42,8 @@ EncodeVideo = Callable[["Tensor"], "Tensor"]
 """Pixels [3,F,H,W] in [-1, 1] to normalized latents [Z,f,h,w]."""
 StepCallback = Callable[[int, "Tensor"], None]
 """Called with the number of steps done and the latents after them."""
+BlockCallback = Callable[["Tensor"], None]
+"""Called on every rank with the latents [Z,f,h,w] of each finished block of a causal video."""
 ShowPreview = Callable[["Tensor"], None]
 """Receives a frame [3,H,W] in [-1, 1] of the predicted video."""
 
@@ -56,6 +59,7 @@ class Inputs:
         negative_prompt_embeds: [length, text_dim], used instead of the negative prompt.
         initial_latents: Latents used instead of noise, float32 [Z,f,h,w].
         callback_on_step_end: Called after each step.
+        callback_on_block_end: Called with each block of a causal video, before the next one.
         show_preview: Called on the main rank with each preview.
         num_clips_done: Clips that an earlier run has generated.
         clip_state: `Clip.state` of the last of these clips, on every rank.
@@ -71,6 +75,7 @@ class Inputs:
     negative_prompt_embeds: Tensor | None = None
     initial_latents: Tensor | None = None
     callback_on_step_end: StepCallback | None = None
+    callback_on_block_end: BlockCallback | None = None
     show_preview: ShowPreview | None = None
     num_clips_done: int = 0
     clip_state: Tensor | None = None
@@ -119,6 +124,8 @@ class DenoiseInputs:
         num_fixed_frames: Number of first latent frames that do not change.
         model_kwargs: Branch -> further keywords of the network. A function of the network is called
             once, before the first step, and replaced by its result.
+        block_contexts: Text embeddings of the prompts of a causal video, in order.
+        callback_on_block_end: As in `Inputs`.
     """
 
     initial_latents: Tensor
@@ -131,6 +138,8 @@ class DenoiseInputs:
     restore_fixed_frames: Callable[[Tensor], Tensor] = lambda latents: latents
     num_fixed_frames: int = 0
     model_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    block_contexts: Sequence[Tensor] = ()
+    callback_on_block_end: BlockCallback | None = None
 
 
 class Encoders(Protocol):
@@ -216,6 +225,7 @@ class Task:
     Attributes:
         kind: Key of `TASKS`.
         network: "module:class" of the DiT.
+        loop: "module:class" of the denoising loop.
         runs_in_lockstep: Both guidance branches may run in lockstep; see `wan.modules.lockstep`.
         diffusers_classes: The classes of the pipeline and of the DiT in diffusers; None: it has
             none.
@@ -230,6 +240,7 @@ class Task:
 
     kind = "t2v"
     network: ClassVar[str] = "wan.modules.model:WanModel"
+    loop: ClassVar[str] = "wan.pipeline.denoise:DenoisingLoop"
     runs_in_lockstep: ClassVar[bool] = True
     diffusers_classes: ClassVar[tuple[str, str] | None] = ("WanPipeline", "WanTransformer3DModel")
     joins_clips: ClassVar[bool] = False
@@ -297,6 +308,14 @@ class Task:
         """Returns the frames that a clip adds to the video; the first or last may add fewer."""
         return params.frame_num
 
+    def make_forward_params(self, params: VideoParams) -> VideoParams:
+        """Returns the parameters of the frames that a forward pass computes."""
+        return params
+
+    def count_kept_latents(self, params: VideoParams) -> int:
+        """Returns the latent frames whose keys and values are kept between forward passes."""
+        return params.latent_shape[1] - 1 if params.preset.has_reference_kv else 0
+
     def count_extra_tokens(self, params: VideoParams, clip: int) -> int:
         """Returns the tokens of a clip that are appended to the video's."""
         return 0
@@ -362,6 +381,7 @@ TASKS = {
     "animate": "animate",
     "animate2": "animate2",
     "vace": "vace",
+    "causal": "causal",
 }
 """Kind of a task -> its module in `wan.tasks`, which defines `TASK`."""
 
@@ -386,6 +406,11 @@ class VideoParams(VideoSettings):
     @property
     def task(self) -> Task:
         return get_task(self.preset.kind)
+
+    @property
+    def forward_params(self) -> VideoParams:
+        """The parameters of the frames that a forward pass computes: a block of a causal video."""
+        return self.task.make_forward_params(self)
 
     @property
     def all_prompts(self) -> tuple[str, ...]:
@@ -415,7 +440,7 @@ class VideoParams(VideoSettings):
 
     def count_clip_tokens(self, clip: int) -> int:
         """Returns the number of tokens in self-attention: video tokens and extra tokens."""
-        return math.prod(self.grid) + self.task.count_extra_tokens(self, clip)
+        return math.prod(self.forward_params.grid) + self.task.count_extra_tokens(self, clip)
 
     @property
     def starts_from_source(self) -> bool:
@@ -547,7 +572,7 @@ def make_noise_sampler(
 ) -> SampleNoise:
     """Returns a function that samples noise, float32 [Z,f,h,w], from the seed of the video.
 
-    The first sample is the initial noise. It is sampled on the CPU by default, so that a seed gives
+    The first sample is the initial noise, the others are that of a forward pass's frames. It is sampled on the CPU by default, so that a seed gives
     the same noise on every device; the official code samples on the device, as `--noise_device
     device` does.
 
@@ -558,10 +583,12 @@ def make_noise_sampler(
 
     noise_device = torch.device("cpu") if params.noise_device == "cpu" else device
     generator = torch.Generator(noise_device).manual_seed(params.base_seed)
-    shape = params.latent_shape
+    shapes = chain([params.latent_shape], repeat(params.forward_params.latent_shape))
 
     def sample_noise() -> Tensor:
-        sample = torch.randn(shape, generator=generator, device=noise_device, dtype=torch.float32)
+        sample = torch.randn(
+            next(shapes), generator=generator, device=noise_device, dtype=torch.float32
+        )
         return sample.to(device)
 
     for _ in range(num_skipped):

@@ -1,0 +1,155 @@
+"""The denoising loop of a causal network: block after block of a video's latent frames.
+
+A block is denoised in the steps of the noise schedule, by a solver of its own. One more forward
+pass at timestep 0 keeps the keys and values of the clean block, to which later blocks attend. The
+initial noise of the whole video is drawn first, then that of the stochastic steps, block by block.
+
+Where the prompt changes, the kept frames after the sink pass the network once more, with the new
+prompt, in order. So each attends to those before it, as if they had been generated with it.
+
+Legend: Z latent channels, f h w latent frames/height/width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan.cache.policy import Cache
+from wan.checkpoint.lora.folder import VideoLoras
+from wan.kernels.forward_context import StepInfo
+from wan.modules.kv_cache import KVCache
+from wan.pipeline.denoise import (
+    NEVER_CANCELLED,
+    CancellationPoint,
+    Denoiser,
+    DenoisingLoop,
+    ExpertSource,
+    RunBranches,
+    StepPrediction,
+)
+from wan.pipeline.preview import Preview
+from wan.pipeline.scheduler import make_solver
+from wan.settings.noise_schedule import NoiseSchedule, make_noise_schedule
+from wan.tasks.base import DenoiseInputs, StepCallback, VideoParams
+
+
+class BlockLoop(DenoisingLoop):
+    """The loop of a causal video; a step is one of a block.
+
+    Attributes:
+        latents: The latents of the current block; at the end those of the video, [Z,f,h,w].
+        kv_cache: Keys and values of the finished frames.
+    """
+
+    def __init__(
+        self,
+        params: VideoParams,
+        inputs: DenoiseInputs,
+        callback_on_step_end: StepCallback | None = None,
+        preview: Preview | None = None,
+        loras: VideoLoras | None = None,
+    ) -> None:
+        super().__init__(params.forward_params, inputs, callback_on_step_end, preview, loras)
+        self._noise, self._blocks = inputs.initial_latents, list[Tensor]()
+        self._block_schedule = schedule = make_noise_schedule(self.params)
+        self._block_size, num_frames = self.params.latent_shape[1], self._noise.shape[1]
+        num_blocks = num_frames // self._block_size
+        self._noise_schedule = NoiseSchedule(
+            (*schedule.sigmas[:-1] * num_blocks, 0.0),
+            schedule.timesteps * num_blocks,
+            schedule.experts * num_blocks,
+        )
+        self._timesteps = self._timesteps.repeat(num_blocks)
+        contexts = inputs.block_contexts
+        self._contexts = [contexts[b * len(contexts) // num_blocks] for b in range(num_blocks)]
+        self.kv_cache = KVCache(
+            params.task.count_kept_latents(params), min(params.sink_size or 0, num_frames)
+        )
+
+    def advance(
+        self,
+        experts: ExpertSource,
+        run_branches: RunBranches | None = None,
+        step_cache: Cache | None = None,
+        num_experts: int | None = None,
+        cancellation_point: CancellationPoint = NEVER_CANCELLED,
+        bar: Any = None,
+    ) -> Tensor:
+        """Generates all blocks; see `DenoisingLoop.advance`."""
+        if bar is not None:
+            bar.total = len(self._noise_schedule.experts)
+        super().advance(
+            experts, run_branches, step_cache, num_experts, cancellation_point, bar
+        )
+        self.latents = torch.cat(self._blocks, dim=1)
+        self.kv_cache.layers.clear()
+        return self.latents
+
+    def _step(
+        self,
+        index: int,
+        model: Denoiser,
+        run_branches: RunBranches | None,
+        step_cache: Cache,
+        cancellation_point: CancellationPoint,
+    ) -> None:
+        steps = len(self._block_schedule.experts)
+        block, step = divmod(index, steps)
+        if step == 0:
+            self._begin_block(block, model)
+        super()._step(index, model, run_branches, step_cache, cancellation_point)
+        if step == steps - 1:
+            self._end_block(block, model)
+
+    def _begin_block(self, block: int, model: Denoiser) -> None:
+        """Sets noise, prompt, solver and place of a block."""
+        start, device = block * self._block_size, self.latents.device
+        self.latents = self._noise[:, start : start + self._block_size].to(device)
+        context = self._contexts[block].to(device)
+        has_new_prompt = block and self._contexts[block] is not self._contexts[block - 1]
+        inputs = replace(self._inputs, context=context)
+        if block:
+            plain = DenoiseInputs(self.latents, context, context)
+            inputs = replace(
+                inputs,
+                make_model_timesteps=plain.make_model_timesteps,
+                restore_fixed_frames=plain.restore_fixed_frames,
+                num_fixed_frames=0,
+            )
+        kwargs = {"kv_cache": self.kv_cache, "start_frame": start}
+        self._inputs = replace(inputs, model_kwargs={"cond": kwargs})
+        self._solver, _ = make_solver(self.params, self._block_schedule, inputs.sample_noise)
+        if has_new_prompt:
+            self._renew_cache(model, start)
+
+    def _end_block(self, block: int, model: Denoiser) -> None:
+        """Hands over a finished block, and keeps its clean keys and values."""
+        self._check_finite(self._block_schedule.experts[-1])
+        self._blocks.append(self.latents)
+        if self._inputs.callback_on_block_end is not None:
+            self._inputs.callback_on_block_end(self.latents)
+        if len(self._blocks) < len(self._contexts):
+            self._keep_clean(model, self.latents, block * self._block_size)
+
+    def _renew_cache(self, model: Denoiser, num_frames: int) -> None:
+        """Computes the kept keys of the frames after the sink again, with the current prompt."""
+        cache, size, latents = self.kv_cache, self._block_size, torch.cat(self._blocks, dim=1)
+        start = cache.restart(num_frames)
+        while start < num_frames:
+            stop = min((start // size + 1) * size, num_frames)
+            self._keep_clean(model, latents[:, start:stop], start)
+            start = stop
+
+    def _keep_clean(self, model: Denoiser, latents: Tensor, start: int) -> None:
+        """Runs the network on clean frames, and keeps their keys and values."""
+        grid = latents.shape[1], *self.params.grid[1:]
+        steps = len(self._block_schedule.experts)
+        step = StepInfo(steps - 1, steps, "cond", self._block_schedule.experts[-1], grid, prod(grid))
+        kwargs = {"kv_cache": self.kv_cache, "start_frame": start}
+        inputs = replace(self._inputs, model_kwargs={"cond": kwargs})
+        StepPrediction(model, latents, torch.zeros(1), inputs, step).predict_velocity("cond")
