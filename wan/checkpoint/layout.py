@@ -70,6 +70,7 @@ _FLAG_HINTS = {name: f", or give one with `{name}`" for name in ("text_encoder",
 _GIVE_BOTH_EXPERTS = (
     "it is one of two experts: give both with `dit_high_noise` and `dit_low_noise`, or rename it"
 )
+CAUSAL_STUDENT = re.compile(r"generator(_ema)?\.")  # stored names, see `pickle_header`
 SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's projections; dense attention does not use them
 
 
@@ -246,6 +247,8 @@ def inspect_checkpoint(
                 else _find_official_file(folder, stem)
             )
             components[component] = standard_path or _find_component(finder, component, preset)
+    if _is_causal(first_dit, presets):
+        kind, experts = "causal", {"dit": _make_causal(first_dit)}
     return Checkpoint(
         folder=folder,
         folder_format="diffusers" if diffusers else "official",
@@ -256,6 +259,23 @@ def inspect_checkpoint(
         boundary=index.boundary if len(experts) == 2 else None,
         **components,
     )
+
+
+def _is_causal(files: DitFiles, presets: tuple[Preset, ...]) -> bool:
+    """Returns whether a t2v or ti2v network is a causal student.
+
+    It has the same tensors. The name of its dictionary in a file of the distillation shows it, else
+    only the task.
+    """
+    is_wanted = all(preset.kind == "causal" for preset in presets)
+    is_student = any(CAUSAL_STUDENT.match(info.name) for info in files.tensors.values())
+    return files.config["model_type"] in ("t2v", "ti2v") and (is_wanted or is_student)
+
+
+def _make_causal(files: DitFiles) -> DitFiles:
+    """Returns a network as a causal one."""
+    config: DitConfig = {**files.config, "model_type": "causal"}
+    return replace(files, config=config)
 
 
 def _add_control_blocks(experts: dict[str, DitFiles], expert: str, path: Path) -> DitFiles:
@@ -410,6 +430,9 @@ def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
         if has_second and "dit" in checkpoint.experts:
             actual = f"{actual} (boundary_ratio is null in {PIPELINE_INDEX})"
         expected = describe_networks(preset.kind, preset.experts)
+    elif checkpoint.config["in_dim"] != preset.in_dim:
+        actual = f"a network of {checkpoint.config['in_dim']} input channels"
+        expected = f"one of {preset.in_dim}"
     elif checkpoint.num_clip_vision_images != preset.num_clip_vision_images:
         actual = f"a network for {checkpoint.num_clip_vision_images} CLIP-encoded image(s)"
         expected = f"one for {preset.num_clip_vision_images}"
