@@ -116,7 +116,9 @@ class MaskedNetwork(PlainNetwork):
         q, k, v = self.qkv(f"{name}.self_attn", y, y)
         q, k = (rotate(tokens, positions, self.heads) for tokens in (q, k))
         outputs = []
-        for head_q, head_k, head_v in zip(*(z.chunk(self.heads, -1) for z in (q, k, v)), strict=True):
+        for head_q, head_k, head_v in zip(
+            *(z.chunk(self.heads, -1) for z in (q, k, v)), strict=True
+        ):
             logits = head_q @ head_k.T / math.sqrt(head_q.shape[-1]) + mask
             outputs.append(logits.softmax(-1) @ head_v)
         x = x + w.linear(f"{name}.self_attn.o", torch.cat(outputs, -1)) * gate1

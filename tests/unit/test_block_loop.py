@@ -13,8 +13,10 @@ from torch import Tensor
 from tests.causal_network import CASES, Case, History, MaskedNetwork, make_network
 from tests.pipelines import make_experts
 from wan.pipeline.block_loop import BlockLoop
+from wan.pipeline.pipeline import make_base_inputs
 from wan.settings.presets import PRESETS
-from wan.tasks.base import DenoiseInputs, VideoParams, make_base_inputs, make_video_params
+from wan.tasks.base import VideoParams, make_video_params
+from wan.tasks.causal import BlockInputs
 from wan.tasks.textimage2video import fix_first_frame
 
 SEED = 5
@@ -36,14 +38,14 @@ def make_params(case: Case, **values: Any) -> VideoParams:
     return make_video_params(PRESETS["causal-1.3B"], sizes | values)
 
 
-def make_inputs(params: VideoParams, case: Case, image: Tensor | None) -> DenoiseInputs:
+def make_inputs(params: VideoParams, case: Case, image: Tensor | None) -> BlockInputs:
     generator = torch.Generator().manual_seed(2)
     one, two = (torch.randn(n, 24, generator=generator) for n in (5, 8))
     contexts = [one] * case.num_blocks
     if case.change is not None:
         contexts[case.change :] = [two] * (case.num_blocks - case.change)
     inputs = make_base_inputs(params, (one, one), CPU)
-    inputs = replace(inputs, block_contexts=contexts)
+    inputs = BlockInputs(**vars(inputs), contexts=contexts)
     return inputs if image is None else fix_first_frame(params, inputs, image)
 
 
@@ -77,13 +79,13 @@ class Step:
         return (1 - following) * clean + following * noise
 
 
-def generate_plainly(params: VideoParams, inputs: DenoiseInputs, case: Case, image: Any) -> Tensor:
+def generate_plainly(params: VideoParams, inputs: BlockInputs, case: Case, image: Any) -> Tensor:
     network, history, done = MaskedNetwork(), History(case), list[Tensor]()
     generator = torch.Generator().manual_seed(SEED)
     noise = torch.randn(params.latent_shape, generator=generator)
     for block in range(case.num_blocks):
         frames = range(block * case.size, (block + 1) * case.size)
-        text, x = inputs.block_contexts[block], noise[:, frames.start : frames.stop].double()
+        text, x = inputs.contexts[block], noise[:, frames.start : frames.stop].double()
         if block == case.change:
             history.renew(frames.start, torch.cat(done, dim=1), text)
         fixed = image is not None and block == 0

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tests.causal_network import CASES, Case, History, MaskedNetwork, make_network
-from tests.refusals import get_refusal
 from wan.modules.causal import WanCausalModel
 from wan.modules.kv_cache import KVCache
 

@@ -76,8 +76,8 @@ class KVCache:
             self.layers[key] = new_k.new_empty(shape), new_v.new_empty(shape)
         slots = torch.tensor(self.find_slots(frames), device=new_k.device)
         k_TAND, v_TAND = (
-            kept.index_copy_(0, slots, new)
-            for kept, new in zip(self.layers[key], (new_k, new_v), strict=True)
+            x_TAND.index_copy_(0, slots, new)
+            for x_TAND, new in zip(self.layers[key], (new_k, new_v), strict=True)
         )
         num_dropped = 0 if self._first is None else self._first - self.sink
         num_kept = min(frames.stop - num_dropped, self.window)

@@ -36,6 +36,7 @@ from wan.pipeline.preview import Preview
 from wan.pipeline.scheduler import make_solver
 from wan.settings.noise_schedule import NoiseSchedule, make_noise_schedule
 from wan.tasks.base import DenoiseInputs, StepCallback, VideoParams
+from wan.tasks.causal import BlockInputs
 
 
 class BlockLoop(DenoisingLoop):
@@ -46,30 +47,30 @@ class BlockLoop(DenoisingLoop):
         kv_cache: Keys and values of the finished frames.
     """
 
+    _inputs: BlockInputs
+
     def __init__(
         self,
         params: VideoParams,
-        inputs: DenoiseInputs,
+        inputs: BlockInputs,
         callback_on_step_end: StepCallback | None = None,
         preview: Preview | None = None,
         loras: VideoLoras | None = None,
     ) -> None:
-        super().__init__(params.forward_params, inputs, callback_on_step_end, preview, loras)
+        super().__init__(params, inputs, callback_on_step_end, preview, loras)
+        self._block_params = params.task.make_forward_params(params)
         self._noise, self._blocks = inputs.initial_latents, list[Tensor]()
         self._block_schedule = schedule = make_noise_schedule(self.params)
-        self._block_size, num_frames = self.params.latent_shape[1], self._noise.shape[1]
-        num_blocks = num_frames // self._block_size
+        self._block_size = self._block_params.latent_shape[1]
+        self._num_blocks = num_blocks = self._noise.shape[1] // self._block_size
         self._noise_schedule = NoiseSchedule(
             (*schedule.sigmas[:-1] * num_blocks, 0.0),
             schedule.timesteps * num_blocks,
             schedule.experts * num_blocks,
         )
         self._timesteps = self._timesteps.repeat(num_blocks)
-        contexts = inputs.block_contexts
-        self._contexts = [contexts[b * len(contexts) // num_blocks] for b in range(num_blocks)]
-        self.kv_cache = KVCache(
-            params.task.count_kept_latents(params), min(params.sink_size or 0, num_frames)
-        )
+        self._callback_on_block_end = inputs.callback_on_block_end
+        self.kv_cache = KVCache(params.task.count_kept_latents(params), params.sink_size or 0)
 
     def advance(
         self,
@@ -83,9 +84,7 @@ class BlockLoop(DenoisingLoop):
         """Generates all blocks; see `DenoisingLoop.advance`."""
         if bar is not None:
             bar.total = len(self._noise_schedule.experts)
-        super().advance(
-            experts, run_branches, step_cache, num_experts, cancellation_point, bar
-        )
+        super().advance(experts, run_branches, step_cache, num_experts, cancellation_point, bar)
         self.latents = torch.cat(self._blocks, dim=1)
         self.kv_cache.layers.clear()
         return self.latents
@@ -110,8 +109,9 @@ class BlockLoop(DenoisingLoop):
         """Sets noise, prompt, solver and place of a block."""
         start, device = block * self._block_size, self.latents.device
         self.latents = self._noise[:, start : start + self._block_size].to(device)
-        context = self._contexts[block].to(device)
-        has_new_prompt = block and self._contexts[block] is not self._contexts[block - 1]
+        contexts = self._inputs.contexts
+        context = contexts[block * len(contexts) // self._num_blocks]
+        has_new_prompt = block > 0 and context is not self._inputs.context
         inputs = replace(self._inputs, context=context)
         if block:
             plain = DenoiseInputs(self.latents, context, context)
@@ -131,9 +131,9 @@ class BlockLoop(DenoisingLoop):
         """Hands over a finished block, and keeps its clean keys and values."""
         self._check_finite(self._block_schedule.experts[-1])
         self._blocks.append(self.latents)
-        if self._inputs.callback_on_block_end is not None:
-            self._inputs.callback_on_block_end(self.latents)
-        if len(self._blocks) < len(self._contexts):
+        if self._callback_on_block_end is not None:
+            self._callback_on_block_end(self.latents)
+        if len(self._blocks) < self._num_blocks:
             self._keep_clean(model, self.latents, block * self._block_size)
 
     def _renew_cache(self, model: Denoiser, num_frames: int) -> None:
@@ -147,9 +147,19 @@ class BlockLoop(DenoisingLoop):
 
     def _keep_clean(self, model: Denoiser, latents: Tensor, start: int) -> None:
         """Runs the network on clean frames, and keeps their keys and values."""
-        grid = latents.shape[1], *self.params.grid[1:]
-        steps = len(self._block_schedule.experts)
-        step = StepInfo(steps - 1, steps, "cond", self._block_schedule.experts[-1], grid, prod(grid))
+        steps, expert = len(self._block_schedule.experts), self._block_schedule.experts[-1]
+        step = self._set_grid(StepInfo(steps - 1, steps, "cond", expert, (0, 0, 0), 0), latents)
         kwargs = {"kv_cache": self.kv_cache, "start_frame": start}
         inputs = replace(self._inputs, model_kwargs={"cond": kwargs})
         StepPrediction(model, latents, torch.zeros(1), inputs, step).predict_velocity("cond")
+
+    def _make_prediction(
+        self, index: int, model: Denoiser, run_branches: RunBranches | None, step_cache: Cache
+    ) -> StepPrediction:
+        prediction = super()._make_prediction(index, model, run_branches, step_cache)
+        return replace(prediction, step=self._set_grid(prediction.step, self.latents))
+
+    def _set_grid(self, step: StepInfo, latents: Tensor) -> StepInfo:
+        """Returns a step with the tokens of these frames, instead of the video's."""
+        grid = latents.shape[1], *self._block_params.grid[1:]
+        return replace(step, grid=grid, valid_len=prod(grid))

@@ -31,7 +31,7 @@ from wan.pipeline.video_loras import VideoLoraLoader
 from wan.settings import noise_schedule
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload, count_block_buffers
-from wan.tasks.base import NO_INPUTS, Inputs, VideoParams, make_base_inputs
+from wan.tasks.base import NO_INPUTS, DenoiseInputs, Inputs, VideoParams, make_noise_sampler
 from wan.utils import log, system
 from wan.utils.log import StageTimer
 
@@ -176,6 +176,21 @@ class LazyModule(Generic[T]):
         if self._module is not None:
             self._module = None
             gc.collect()  # hooks and sharding make reference cycles
+
+
+def make_base_inputs(
+    params: VideoParams,
+    contexts: tuple[Tensor, Tensor],
+    device: torch.device,
+    initial_latents: Tensor | None = None,
+) -> DenoiseInputs:
+    """Returns the inputs of denoising that all tasks have: noise and text embeddings."""
+    sample_noise = make_noise_sampler(params, device)
+    latents = sample_noise()  # sampled even if unused, so that later samples match the seed
+    latents = latents if initial_latents is None else initial_latents.to(device)
+    if params.sample_solver == "rcm" or params.starts_from_source:  # the first sigma is not 1
+        latents = latents * noise_schedule.make_noise_schedule(params).sigmas[0]
+    return DenoiseInputs(latents, *contexts, sample_noise=sample_noise)
 
 
 ShareResult = Callable[[Callable[[], Tensor]], Tensor]

@@ -456,7 +456,7 @@ class Planner:
             for name in modules.keys() & _LAYERS.keys():
                 tracker.track_module(modules[name], _LAYERS[name])
         setup, config = self.setup, self.setup.checkpoint.config
-        params = self.params.forward_params
+        params = self.params.task.make_forward_params(self.params)
         (channels, *size), grid, steps = params.latent_shape, params.grid, params.num_forwards
 
         def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -138,7 +138,8 @@ class VideoSettings(Sampling, Guidance):
         image_size: (width, height) of the first image after EXIF rotation, or of VACE's source
             video; None without one.
         infer_frames, num_clip, chain, clip_prompts, num_frame_per_block, local_attn_size,
-            sink_size, start_from_ref, refert_num, replace_flag, log_scale: None for tasks that do not use them.
+            sink_size, start_from_ref, refert_num, replace_flag, log_scale: None for tasks that do
+            not use them.
         fps: Frames per second of the task's training videos.
         num_source_frames: Frames of Animate's pose video, or of Animate-2's driving video; None:
             the frames of all clips.

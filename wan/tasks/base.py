@@ -42,8 +42,6 @@ EncodeVideo = Callable[["Tensor"], "Tensor"]
 """Pixels [3,F,H,W] in [-1, 1] to normalized latents [Z,f,h,w]."""
 StepCallback = Callable[[int, "Tensor"], None]
 """Called with the number of steps done and the latents after them."""
-BlockCallback = Callable[["Tensor"], None]
-"""Called on every rank with the latents [Z,f,h,w] of each finished block of a causal video."""
 ShowPreview = Callable[["Tensor"], None]
 """Receives a frame [3,H,W] in [-1, 1] of the predicted video."""
 
@@ -59,7 +57,7 @@ class Inputs:
         negative_prompt_embeds: [length, text_dim], used instead of the negative prompt.
         initial_latents: Latents used instead of noise, float32 [Z,f,h,w].
         callback_on_step_end: Called after each step.
-        callback_on_block_end: Called with each block of a causal video, before the next one.
+        callback_on_block_end: Called on every rank with the latents of each block (causal).
         show_preview: Called on the main rank with each preview.
         num_clips_done: Clips that an earlier run has generated.
         clip_state: `Clip.state` of the last of these clips, on every rank.
@@ -75,7 +73,7 @@ class Inputs:
     negative_prompt_embeds: Tensor | None = None
     initial_latents: Tensor | None = None
     callback_on_step_end: StepCallback | None = None
-    callback_on_block_end: BlockCallback | None = None
+    callback_on_block_end: Callable[[Tensor], None] | None = None
     show_preview: ShowPreview | None = None
     num_clips_done: int = 0
     clip_state: Tensor | None = None
@@ -124,8 +122,6 @@ class DenoiseInputs:
         num_fixed_frames: Number of first latent frames that do not change.
         model_kwargs: Branch -> further keywords of the network. A function of the network is called
             once, before the first step, and replaced by its result.
-        block_contexts: Text embeddings of the prompts of a causal video, in order.
-        callback_on_block_end: As in `Inputs`.
     """
 
     initial_latents: Tensor
@@ -138,8 +134,6 @@ class DenoiseInputs:
     restore_fixed_frames: Callable[[Tensor], Tensor] = lambda latents: latents
     num_fixed_frames: int = 0
     model_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    block_contexts: Sequence[Tensor] = ()
-    callback_on_block_end: BlockCallback | None = None
 
 
 class Encoders(Protocol):
@@ -408,11 +402,6 @@ class VideoParams(VideoSettings):
         return get_task(self.preset.kind)
 
     @property
-    def forward_params(self) -> VideoParams:
-        """The parameters of the frames that a forward pass computes: a block of a causal video."""
-        return self.task.make_forward_params(self)
-
-    @property
     def all_prompts(self) -> tuple[str, ...]:
         """Prompts to encode: of the clips, with guidance the negative one, and of the task."""
         prompts = self.clip_prompts or (self.prompt,)
@@ -440,7 +429,8 @@ class VideoParams(VideoSettings):
 
     def count_clip_tokens(self, clip: int) -> int:
         """Returns the number of tokens in self-attention: video tokens and extra tokens."""
-        return math.prod(self.forward_params.grid) + self.task.count_extra_tokens(self, clip)
+        num_video_tokens = math.prod(self.task.make_forward_params(self).grid)
+        return num_video_tokens + self.task.count_extra_tokens(self, clip)
 
     @property
     def starts_from_source(self) -> bool:
@@ -572,9 +562,9 @@ def make_noise_sampler(
 ) -> SampleNoise:
     """Returns a function that samples noise, float32 [Z,f,h,w], from the seed of the video.
 
-    The first sample is the initial noise, the others are that of a forward pass's frames. It is sampled on the CPU by default, so that a seed gives
-    the same noise on every device; the official code samples on the device, as `--noise_device
-    device` does.
+    The first sample is the initial noise, the others are that of a forward pass's frames. Noise is
+    sampled on the CPU by default, so that a seed gives the same noise on every device; the official
+    code samples on the device, as `--noise_device device` does.
 
     Args:
         num_skipped: Number of samples that an earlier run has used.
@@ -583,7 +573,8 @@ def make_noise_sampler(
 
     noise_device = torch.device("cpu") if params.noise_device == "cpu" else device
     generator = torch.Generator(noise_device).manual_seed(params.base_seed)
-    shapes = chain([params.latent_shape], repeat(params.forward_params.latent_shape))
+    shape_of_steps = params.task.make_forward_params(params).latent_shape
+    shapes = chain([params.latent_shape], repeat(shape_of_steps))
 
     def sample_noise() -> Tensor:
         sample = torch.randn(
@@ -594,21 +585,6 @@ def make_noise_sampler(
     for _ in range(num_skipped):
         sample_noise()
     return sample_noise
-
-
-def make_base_inputs(
-    params: VideoParams,
-    contexts: tuple[Tensor, Tensor],
-    device: torch.device,
-    initial_latents: Tensor | None = None,
-) -> DenoiseInputs:
-    """Returns the inputs of denoising that all tasks have: noise and text embeddings."""
-    sample_noise = make_noise_sampler(params, device)
-    latents = sample_noise()  # sampled even if unused, so that later samples match the seed
-    latents = latents if initial_latents is None else initial_latents.to(device)
-    if params.sample_solver == "rcm" or params.starts_from_source:  # the first sigma is not 1
-        latents = latents * make_noise_schedule(params).sigmas[0]
-    return DenoiseInputs(latents, *contexts, sample_noise=sample_noise)
 
 
 def build_dit(config: Mapping[str, Any], components: ModelComponents | None = None) -> WanModel:

@@ -10,7 +10,7 @@ Legend: Z latent channels, h w latent height/width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,19 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockInputs(DenoiseInputs):
+    """The inputs of the loop over blocks.
+
+    Attributes:
+        contexts: Text embeddings of the prompts of equal parts of the blocks, [length, text_dim].
+        callback_on_block_end: As in `Inputs`.
+    """
+
+    contexts: list[Tensor]
+    callback_on_block_end: Callable[[Tensor], None] | None = None
+
+
 class CausalVideo(Task):
     kind = "causal"
     network = "wan.modules.causal:WanCausalModel"
@@ -54,7 +67,7 @@ class CausalVideo(Task):
 
     def complete_params(self, preset: Preset, chosen: dict[str, Any], values: Values) -> None:
         chosen.update({**_DEFAULTS[preset.task], **chosen})
-        _check_blocks(preset, chosen)
+        _check_block_settings(preset, chosen)
         if prompts := chosen.get("clip_prompts"):
             num_blocks = _count_latents(preset, chosen) // chosen["num_frame_per_block"]
             if len(prompts) > num_blocks:
@@ -78,7 +91,8 @@ class CausalVideo(Task):
         return params.image_size is not None
 
     def count_kept_latents(self, params: VideoParams) -> int:
-        return min(params.local_attn_size or 0, params.latent_shape[1])
+        least = (params.sink_size or 0) + (params.num_frame_per_block or 1)
+        return min(params.local_attn_size or 0, max(params.latent_shape[1], least))
 
     def list_notices(self, params: VideoParams) -> tuple[str, ...]:
         size, steps = params.num_frame_per_block or 1, params.num_forwards
@@ -93,13 +107,13 @@ class CausalVideo(Task):
     def make_denoise_inputs(
         self, params: VideoParams, base: DenoiseInputs, inputs: Inputs, encoders: Encoders
     ) -> DenoiseInputs:
-        contexts = [base.context]
+        contexts = {params.prompt: base.context}
         for prompt in params.clip_prompts or ():
-            block_params = replace(params, prompt=prompt)
-            contexts.append(encoders.encode_prompt(block_params)[0])
-        base = replace(
-            base,
-            block_contexts=contexts[1:] or contexts,
+            if prompt not in contexts:
+                contexts[prompt], _ = encoders.encode_prompt(replace(params, prompt=prompt))
+        base = BlockInputs(
+            **vars(base),
+            contexts=[contexts[prompt] for prompt in params.clip_prompts or (params.prompt,)],
             callback_on_block_end=inputs.callback_on_block_end,
         )
         if inputs.image is None:
@@ -127,8 +141,8 @@ def _count_latents(preset: Preset, chosen: Mapping[str, Any]) -> int:
     return latents
 
 
-def _check_blocks(preset: Preset, chosen: Mapping[str, Any]) -> None:
-    """Refuses a length of partial blocks, a window without room for a block, and guidance."""
+def _check_block_settings(preset: Preset, chosen: Mapping[str, Any]) -> None:
+    """Refuses partial blocks, a window without room for a block, and guidance of any kind."""
     size, stride = chosen["num_frame_per_block"], preset.vae_stride[0]
     latents = _count_latents(preset, chosen)
     if latents % size:
@@ -144,3 +158,6 @@ def _check_blocks(preset: Preset, chosen: Mapping[str, Any]) -> None:
         why = f"is guidance, which {preset.task} has no second branch for"
         scale = ",".join(map("{:g}".format, dict.fromkeys(chosen["sample_guide_scale"])))
         raise InputError("`sample_guide_scale`", scale, why, "use 1, or drop it")
+    if chosen.get("nag_scale") is not None:
+        why = f"guides each forward pass, and {preset.task} keeps keys of passes without it"
+        raise InputError("`nag_scale`", None, why, "drop it")
