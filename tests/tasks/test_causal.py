@@ -22,6 +22,7 @@ from wan.checkpoint.lora.merge import merge_loras
 from wan.pipeline.memory_estimate import estimate_network_sizes
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
+from wan.tasks.textimage2video import make_first_frame
 
 CAUSAL = (PRESETS["causal-1.3B"],)
 Make = Callable[..., Path]
@@ -85,7 +86,7 @@ def test_prompts_share_the_blocks_and_an_image_begins_the_video(
     tiny: Make, folder: Path, tmp_path: Path
 ) -> None:
     def generate(folder: Path, *argv: str) -> Tensor:
-        run, pipeline = build_quick_pipeline(folder, *argv)
+        run, pipeline = build_quick_pipeline(folder, "--task", "causal-1.3B", *argv)
         return pipeline.generate_latents(run.params, run.inputs)
 
     size = ["--size", "32*32", "--frame_num", "45"]
@@ -98,11 +99,9 @@ def test_prompts_share_the_blocks_and_an_image_begins_the_video(
     longer = generate(folder, *size[:2], "--frame_num", "45", "--local_attn_size", "6")
     assert longer.shape[1] == 12
     image = str(write_picture(tmp_path / "cat.png", size=(64, 64)))
-    five = ["--size", "64*64", "--frame_num", "29", "--image", image]
+    five = ["--task", "causal-5B", "--size", "64*64", "--frame_num", "29", "--image", image]
     run, pipeline = build_quick_pipeline(tiny("causal-5B"), *five)
     latents = pipeline.generate_latents(run.params, run.inputs)
-    from wan.tasks.textimage2video import make_first_frame
-
     first = pipeline.encode_video(make_first_frame(run.inputs.image, run.params.video_size))
     assert torch.equal(latents[:, :1], first) and latents.shape[1] == 8
 

@@ -16,7 +16,7 @@ from wan.pipeline.block_loop import BlockLoop
 from wan.pipeline.pipeline import make_base_inputs
 from wan.settings.presets import PRESETS
 from wan.tasks.base import VideoParams, make_video_params
-from wan.tasks.causal import BlockInputs
+from wan.tasks.causal import CausalInputs
 from wan.tasks.textimage2video import fix_first_frame
 
 SEED = 5
@@ -38,14 +38,14 @@ def make_params(case: Case, **values: Any) -> VideoParams:
     return make_video_params(PRESETS["causal-1.3B"], sizes | values)
 
 
-def make_inputs(params: VideoParams, case: Case, image: Tensor | None) -> BlockInputs:
+def make_inputs(params: VideoParams, case: Case, image: Tensor | None) -> CausalInputs:
     generator = torch.Generator().manual_seed(2)
     one, two = (torch.randn(n, 24, generator=generator) for n in (5, 8))
     contexts = [one] * case.num_blocks
     if case.change is not None:
         contexts[case.change :] = [two] * (case.num_blocks - case.change)
     inputs = make_base_inputs(params, (one, one), CPU)
-    inputs = BlockInputs(**vars(inputs), contexts=contexts)
+    inputs = CausalInputs(**vars(inputs), contexts=contexts)
     return inputs if image is None else fix_first_frame(params, inputs, image)
 
 
@@ -79,7 +79,7 @@ class Step:
         return (1 - following) * clean + following * noise
 
 
-def generate_plainly(params: VideoParams, inputs: BlockInputs, case: Case, image: Any) -> Tensor:
+def generate_plainly(params: VideoParams, inputs: CausalInputs, case: Case, image: Any) -> Tensor:
     network, history, done = MaskedNetwork(), History(case), list[Tensor]()
     generator = torch.Generator().manual_seed(SEED)
     noise = torch.randn(params.latent_shape, generator=generator)

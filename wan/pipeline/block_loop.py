@@ -36,7 +36,7 @@ from wan.pipeline.preview import Preview
 from wan.pipeline.scheduler import make_solver
 from wan.settings.noise_schedule import NoiseSchedule, make_noise_schedule
 from wan.tasks.base import DenoiseInputs, StepCallback, VideoParams
-from wan.tasks.causal import BlockInputs
+from wan.tasks.causal import CausalInputs
 
 
 class BlockLoop(DenoisingLoop):
@@ -47,12 +47,12 @@ class BlockLoop(DenoisingLoop):
         kv_cache: Keys and values of the finished frames.
     """
 
-    _inputs: BlockInputs
+    _inputs: CausalInputs
 
     def __init__(
         self,
         params: VideoParams,
-        inputs: BlockInputs,
+        inputs: CausalInputs,
         callback_on_step_end: StepCallback | None = None,
         preview: Preview | None = None,
         loras: VideoLoras | None = None,

@@ -43,7 +43,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockInputs(DenoiseInputs):
+class CausalInputs(DenoiseInputs):
     """The inputs of the loop over blocks.
 
     Attributes:
@@ -111,7 +111,7 @@ class CausalVideo(Task):
         for prompt in params.clip_prompts or ():
             if prompt not in contexts:
                 contexts[prompt], _ = encoders.encode_prompt(replace(params, prompt=prompt))
-        base = BlockInputs(
+        base = CausalInputs(
             **vars(base),
             contexts=[contexts[prompt] for prompt in params.clip_prompts or (params.prompt,)],
             callback_on_block_end=inputs.callback_on_block_end,
@@ -124,7 +124,9 @@ class CausalVideo(Task):
     def make_model_kwargs(
         self, params: VideoParams, config: Mapping[str, Any], make: Callable[..., Tensor]
     ) -> dict[str, Any]:
-        return {"kv_cache": partial(_make_cache, self.count_kept_latents(params), params.sink_size)}
+        return {
+            "kv_cache": partial(_make_cache, self.count_kept_latents(params), params.sink_size or 0)
+        }
 
 
 TASK = CausalVideo()
