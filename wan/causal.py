@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wan.app.python_api import Generator, Result, video_call
+from wan.app.python_api import Generator, GuideScale, Result, video_call
 from wan.settings.execution import Offload
 
 
@@ -28,6 +28,12 @@ class WanCausal(Generator):
         self,
         input_prompt: str,
         img: Any = None,
+        size: tuple[int, int] | None = None,
+        frame_num: int | None = None,
+        shift: float | None = None,
+        sample_solver: str | None = None,
+        sampling_steps: int | None = None,
+        guide_scale: GuideScale | None = None,
         seed: int | None = -1,
         offload_model: Offload = True,
         *,
@@ -37,7 +43,7 @@ class WanCausal(Generator):
         progress: bool = True,
         **settings: Any,
     ) -> Result:
-        """Generates one video; see `WanT2V.generate`. Other settings have the task's defaults.
+        """Generates one video; see `WanT2V.generate`. None: the task's default.
 
         Args:
             input_prompt: Description of the video.

@@ -180,10 +180,9 @@ TASKS: dict[str, Task] = {
         fps=24,
         latents=False,
     ),
-    "causal": Task(  # two blocks, each with a prompt
+    "causal": Task(  # two blocks
         *("causal-1.3B", BLOCKS, (21, 32, 48), wan.WanCausal),
         python_names={"sample_guide_scale": "guide_scale"},
-        prompts=(PROMPT, "a cat sits"),
     ),
     "long": Task(
         *("i2v-A14B", LONG, (13, 32, 48), wan.WanI2V, _image),

@@ -19,7 +19,8 @@ from wan.app.failures import describe_error
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora.merge import merge_loras
-from wan.pipeline.memory_estimate import estimate_network_sizes
+from wan.pipeline import memory_estimate
+from wan.pipeline.memory_estimate import check_memory, estimate_network_sizes
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.tasks.textimage2video import make_first_frame
@@ -174,6 +175,10 @@ def test_refusals(tiny: Make, folder: Path, tmp_path: Path) -> None:
     sentences["window for another task"] = refuse(window)
     ring = ["--task", "causal-1.3B", "--ring_size", 2, "--plan"]
     sentences["ring"] = get_refusal(resolve_plan, *ring[:-1], *sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_estimate, "get_free_memory", lambda _: 10**9)
+        run = resolve_plan("--task", "causal-1.3B", "--device", "cpu", "--precision", "bf16")
+        sentences["too little memory"] = get_refusal(check_memory, run.setup, run.params, 1)
     check_refusals("causal tasks", sentences)
 
 

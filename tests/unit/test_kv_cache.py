@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.causal_network import CASES, Case, History, MaskedNetwork, make_network
+from tests.refusals import check_refusals, get_refusal
+from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.causal import WanCausalModel
 from wan.modules.kv_cache import KVCache
 
@@ -63,3 +65,40 @@ def test_blocks_equal_one_pass_under_a_block_causal_mask(name: str) -> None:
     expected = compute_with_mask(CASES[name])
     actual = compute_with_cache(make_network(), CASES[name])
     assert (actual - expected).abs().max() <= 1e-5
+
+
+class PlainKernel:
+    """Dense attention without log-sum-exp."""
+
+    name, can_return_lse = "plain", False
+
+    def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
+        return ((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2)
+
+    def with_lse(self, *_: Tensor) -> tuple[Tensor, Tensor]:
+        raise AssertionError("there is no log-sum-exp")
+
+
+@pytest.mark.parametrize("comm_type", [0, 1, 2])
+def test_any_dense_kernel_attends_to_kept_keys(comm_type: int) -> None:
+    case = CASES["window and sink"]
+    layer = FAPowerCapAttention(comm_type=comm_type, kernel=PlainKernel())
+    actual = compute_with_cache(make_network(attention=lambda _: layer), case)
+    assert (actual - compute_with_mask(case)).abs().max() <= 1e-5
+
+
+def test_refusals_of_the_network() -> None:
+    model, text, x = make_network(), torch.zeros(2, 24), torch.zeros(16, 3, 4, 6)
+
+    def call(videos: list[Tensor], start_frame: int, cache: KVCache) -> str:
+        kwargs = {"kv_cache": cache, "start_frame": start_frame, "kind": ValueError}
+        return get_refusal(model, videos, torch.zeros(1), [text] * len(videos), 99, **kwargs)
+
+    cases = {
+        "two samples": call([x, x], 0, KVCache(3)),
+        "a frame below zero": call([x], -1, KVCache(3)),
+        "frames after the positions": call([x], 1022, KVCache(3)),
+        "a block larger than the window": call([x], 0, KVCache(6, 4)),
+    }
+    check_refusals("causal network", cases)
