@@ -42,7 +42,7 @@ class CountingLoop(BlockLoop):
 @torch.inference_mode()
 def generate(case: Case, **components: object) -> tuple[Tensor, int]:
     params = make_params(case)
-    loop = CountingLoop(params, make_inputs(params, case, None))
+    loop = CountingLoop(params, make_inputs(params))
     return loop.advance(make_experts(make_network(**components))), loop.num_bytes
 
 

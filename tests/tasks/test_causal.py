@@ -177,7 +177,8 @@ def test_refusals(tiny: Make, folder: Path, tmp_path: Path) -> None:
     sentences["ring"] = get_refusal(resolve_plan, *ring[:-1], *sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_estimate, "get_free_memory", lambda _: 10**9)
-        run = resolve_plan("--task", "causal-1.3B", "--device", "cpu", "--precision", "bf16")
+        video = ["--frame_num", 237, "--local_attn_size", 60, "--precision", "bf16"]
+        run = resolve_plan("--task", "causal-1.3B", "--device", "cpu", *video)
         sentences["too little memory"] = get_refusal(check_memory, run.setup, run.params, 1)
     check_refusals("causal tasks", sentences)
 

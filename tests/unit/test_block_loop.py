@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from tests.causal_network import CASES, Case, History, MaskedNetwork, make_network
@@ -15,9 +18,8 @@ from tests.pipelines import make_experts
 from wan.pipeline.block_loop import BlockLoop
 from wan.pipeline.pipeline import make_base_inputs
 from wan.settings.presets import PRESETS
-from wan.tasks.base import VideoParams, make_video_params
+from wan.tasks.base import Inputs, VideoParams, make_video_params
 from wan.tasks.causal import CausalInputs
-from wan.tasks.textimage2video import fix_first_frame
 
 SEED = 5
 SIGMAS = [5 * u / (1 + 4 * u) for u in (1.0, 0.75, 0.5, 0.25)]
@@ -38,15 +40,23 @@ def make_params(case: Case, **values: Any) -> VideoParams:
     return make_video_params(PRESETS["causal-1.3B"], sizes | values)
 
 
-def make_inputs(params: VideoParams, case: Case, image: Tensor | None) -> CausalInputs:
+def make_inputs(
+    params: VideoParams,
+    image: Tensor | None = None,
+    on_block: Callable[[Tensor], None] | None = None,
+) -> CausalInputs:
+    """Returns what the task makes of prompts and an image, with these latents of the image."""
     generator = torch.Generator().manual_seed(2)
     one, two = (torch.randn(n, 24, generator=generator) for n in (5, 8))
-    contexts = [one] * case.num_blocks
-    if case.change is not None:
-        contexts[case.change :] = [two] * (case.num_blocks - case.change)
-    inputs = make_base_inputs(params, (one, one), CPU)
-    inputs = CausalInputs(**vars(inputs), contexts=contexts)
-    return inputs if image is None else fix_first_frame(params, inputs, image)
+    encoders: Any = SimpleNamespace(
+        encode_video=lambda _: image, encode_prompt=lambda _: (two, two), torch_device=CPU
+    )
+    base = make_base_inputs(params, (one, one), CPU)
+    picture = None if image is None else Image.new("RGB", params.size)
+    inputs = Inputs(image=picture, callback_on_block_end=on_block)
+    made = params.task.make_denoise_inputs(params, base, inputs, encoders)
+    assert isinstance(made, CausalInputs)
+    return made
 
 
 class Step:
@@ -85,7 +95,8 @@ def generate_plainly(params: VideoParams, inputs: CausalInputs, case: Case, imag
     noise = torch.randn(params.latent_shape, generator=generator)
     for block in range(case.num_blocks):
         frames = range(block * case.size, (block + 1) * case.size)
-        text, x = inputs.contexts[block], noise[:, frames.start : frames.stop].double()
+        text = inputs.contexts[block * len(inputs.contexts) // case.num_blocks]
+        x = noise[:, frames.start : frames.stop].double()
         if block == case.change:
             history.renew(frames.start, torch.cat(done, dim=1), text)
         fixed = image is not None and block == 0
@@ -128,8 +139,8 @@ def test_a_video_equals_a_plain_loop(name: str) -> None:
     if video.has_image:
         image = torch.randn(16, 1, 4, 6, generator=torch.Generator().manual_seed(3))
     params = make_params(case, sample_solver=video.solver)
-    inputs, blocks = make_inputs(params, case, image), list[Tensor]()
-    inputs = replace(inputs, callback_on_block_end=blocks.append)
+    blocks = list[Tensor]()
+    inputs = make_inputs(params, image, blocks.append)
     latents = BlockLoop(params, inputs).advance(make_experts(make_network()))
     expected = generate_plainly(params, inputs, case, image)
     assert latents.shape == params.latent_shape

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from wan.checkpoint.causal_student import is_causal_student
 from wan.checkpoint.config import (
     DIFFUSERS_FOLDERS,
     KINDS,
@@ -70,7 +71,6 @@ _FLAG_HINTS = {name: f", or give one with `{name}`" for name in ("text_encoder",
 _GIVE_BOTH_EXPERTS = (
     "it is one of two experts: give both with `dit_high_noise` and `dit_low_noise`, or rename it"
 )
-CAUSAL_STUDENT = re.compile(r"generator(_ema)?\.")  # stored names, see `pickle_header`
 SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's projections; dense attention does not use them
 
 
@@ -247,8 +247,9 @@ def inspect_checkpoint(
                 else _find_official_file(folder, stem)
             )
             components[component] = standard_path or _find_component(finder, component, preset)
-    if _is_causal(first_dit, presets):
-        kind, experts = "causal", {"dit": _make_causal(first_dit)}
+    if is_causal_student(first_dit.config, first_dit.tensors, presets):
+        config: DitConfig = {**first_dit.config, "model_type": "causal"}
+        kind, experts = "causal", {"dit": replace(first_dit, config=config)}
     return Checkpoint(
         folder=folder,
         folder_format="diffusers" if diffusers else "official",
@@ -259,23 +260,6 @@ def inspect_checkpoint(
         boundary=index.boundary if len(experts) == 2 else None,
         **components,
     )
-
-
-def _is_causal(files: DitFiles, presets: tuple[Preset, ...]) -> bool:
-    """Returns whether a t2v or ti2v network is a causal student.
-
-    It has the same tensors. The name of its dictionary in a file of the distillation shows it, else
-    only the task.
-    """
-    is_wanted = all(preset.kind == "causal" for preset in presets)
-    is_student = any(CAUSAL_STUDENT.match(info.name) for info in files.tensors.values())
-    return files.config["model_type"] in ("t2v", "ti2v") and (is_wanted or is_student)
-
-
-def _make_causal(files: DitFiles) -> DitFiles:
-    """Returns a network as a causal one."""
-    config: DitConfig = {**files.config, "model_type": "causal"}
-    return replace(files, config=config)
 
 
 def _add_control_blocks(experts: dict[str, DitFiles], expert: str, path: Path) -> DitFiles:

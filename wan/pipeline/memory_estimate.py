@@ -403,14 +403,14 @@ def _find_memory_refusal(
     if need <= free:
         return None
     owner = "this machine has" if device == "cpu" else "a GPU has"
-    why = f"needs at least {need / 1e9:.1f} GB ({stage}), and {owner} {free / 1e9:.1f} GB free"
+    why, smaller = f"needs at least {need / 1e9:.1f} GB ({stage})", "`size` or `frame_num`"
+    if setup.preset.keeps_kv and stage == "denoising":
+        kept_bytes = _estimate_dit(setup, params, device).per_clip["kept K/V"]
+        why += f", {kept_bytes / 1e9:.1f} GB of it for kept keys and values"
+        smaller = "`size` or `local_attn_size`"
+    why += f", and {owner} {free / 1e9:.1f} GB free"
     if only_stage is not None:
         return InputError("The run", why=why, remedy="use a larger machine")
-    kept_bytes = estimate_network_sizes(setup, params).dit.per_clip["kept K/V"]
-    smaller = "`size` or `frame_num`"
-    if setup.preset.keeps_kv:
-        why += f"; kept keys and values are {kept_bytes / 1e9:.1f} GB of it"
-        smaller = "`size` or `local_attn_size`"
     remedy = f"choose a smaller {smaller}"
     with suppress(InputError):  # a setting of the run may exclude `offload_model=block`
         _, streamed_need = find_fullest_stage(

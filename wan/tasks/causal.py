@@ -18,10 +18,8 @@ from wan.media import images
 from wan.settings.errors import InputError
 from wan.settings.presets import Preset
 from wan.settings.rules import Values
-from wan.settings.video_options import Size
-from wan.tasks.base import DenoiseInputs, Encoders, Inputs, Task, VideoParams
-from wan.tasks.textimage2video import fix_first_frame, make_first_frame
-from wan.tasks.video2video import compute_ti2v_size
+from wan.tasks.base import DenoiseInputs, Encoders, Inputs, VideoParams
+from wan.tasks.textimage2video import TextImageToVideo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +53,7 @@ class CausalInputs(DenoiseInputs):
     callback_on_block_end: Callable[[Tensor], None] | None = None
 
 
-class CausalVideo(Task):
+class CausalVideo(TextImageToVideo):
     kind = "causal"
     network = "wan.modules.causal:WanCausalModel"
     loop = "wan.pipeline.block_loop:BlockLoop"
@@ -75,20 +73,9 @@ class CausalVideo(Task):
                 raise InputError("`clip_prompts`", None, why, "give fewer, or a larger `frame_num`")
             chosen["prompt"] = prompts[0]
 
-    def compute_video_size(self, params: VideoParams) -> Size:
-        if params.image_size is None:
-            return params.size
-        return compute_ti2v_size(params.preset, params.image_size, params.area)
-
     def make_forward_params(self, params: VideoParams) -> VideoParams:
         stride, size = params.preset.vae_stride[0], params.num_frame_per_block or 1
         return replace(params, frame_num=(size - 1) * stride + 1, clip_prompts=None)
-
-    def count_encoded_latents(self, params: VideoParams) -> int:
-        return int(params.image_size is not None)
-
-    def starts_with_known_frame(self, params: VideoParams, clip: int) -> bool:
-        return params.image_size is not None
 
     def count_kept_latents(self, params: VideoParams) -> int:
         least = (params.sink_size or 0) + (params.num_frame_per_block or 1)
@@ -111,15 +98,11 @@ class CausalVideo(Task):
         for prompt in params.clip_prompts or ():
             if prompt not in contexts:
                 contexts[prompt], _ = encoders.encode_prompt(replace(params, prompt=prompt))
-        base = CausalInputs(
-            **vars(base),
+        return CausalInputs(
+            **vars(super().make_denoise_inputs(params, base, inputs, encoders)),
             contexts=[contexts[prompt] for prompt in params.clip_prompts or (params.prompt,)],
             callback_on_block_end=inputs.callback_on_block_end,
         )
-        if inputs.image is None:
-            return base
-        first_frame = encoders.encode_video(make_first_frame(inputs.image, params.video_size))
-        return fix_first_frame(params, base, first_frame.to(encoders.torch_device))
 
     def make_model_kwargs(
         self, params: VideoParams, config: Mapping[str, Any], make: Callable[..., Tensor]

@@ -47,7 +47,7 @@ class TextImageToVideo(VideoToVideo):
         if inputs.image is None:
             return base
         first_frame = make_first_frame(inputs.image, params.video_size)
-        return fix_first_frame(
+        return _fix_first_frame(
             params, base, encoders.encode_video(first_frame).to(encoders.torch_device)
         )
 
@@ -72,7 +72,7 @@ def make_first_frame(image: Image.Image, size: Size) -> Tensor:
     return images.convert_image_to_tensor(images.scale_and_crop_image(image, size)).unsqueeze(1)
 
 
-def fix_first_frame(
+def _fix_first_frame(
     params: VideoParams, inputs: DenoiseInputs, first_Z1hw: Tensor
 ) -> DenoiseInputs:
     """Fixes ti2v's first latent frame: its tokens have timestep 0 and never change."""

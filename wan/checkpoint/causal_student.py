@@ -1,0 +1,38 @@
+"""Tells causal students from t2v and ti2v networks, which have the same tensors; no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from wan.checkpoint.config import DitConfig
+from wan.checkpoint.formats.tensor_info import TensorInfo
+from wan.settings.errors import InputError
+from wan.settings.presets import PRESETS, Preset
+
+_match_student = re.compile(r"(generator(?:_ema)?)\.").match  # stored names, see `pickle_header`
+
+
+def is_causal_student(
+    config: DitConfig, tensors: Mapping[str, TensorInfo], presets: tuple[Preset, ...]
+) -> bool:
+    """Returns whether a network is run as a causal student.
+
+    The name of its dictionary in a file of the distillation shows it, else only the task.
+
+    Args:
+        presets: The tasks whose networks are wanted.
+
+    Raises:
+        InputError: A causal student is given for another task.
+    """
+    if config["model_type"] not in ("t2v", "ti2v"):
+        return False
+    kinds = {preset.kind for preset in presets}
+    info = next(iter(tensors.values()))
+    student = _match_student(info.name)
+    if student is not None and "causal" not in kinds:
+        fitting = (x for x in PRESETS.values() if x.keeps_kv and x.in_dim == config["in_dim"])
+        why = f"holds a causal student ({student[1]}), which makes a video block by block"
+        raise InputError(f"{info.file}", None, why, f"use `task={next(fitting).task}`")
+    return student is not None or kinds == {"causal"}
