@@ -29,21 +29,16 @@ Way = tuple[str, str]
 """Mode and exchange."""
 
 
-class CountingLoop(BlockLoop):
-    """Notes the bytes of the cache before they are freed."""
-
-    num_bytes = 0
-
-    def _end_block(self, block: int, model: object) -> None:
-        super()._end_block(block, model)  # type: ignore[arg-type]
-        self.num_bytes = self.kv_cache.nbytes
-
-
 @torch.inference_mode()
 def generate(case: Case, **components: object) -> tuple[Tensor, int]:
+    """Returns the latents, and the bytes of the kept keys and values."""
     params = make_params(case)
-    loop = CountingLoop(params, make_inputs(params))
-    return loop.advance(make_experts(make_network(**components))), loop.num_bytes
+    loop, num_bytes = BlockLoop(params, make_inputs(params)), 0
+    blocks = list[Tensor]()
+    for block in loop.iterate_blocks(make_experts(make_network(**components))):
+        blocks.append(block)
+        num_bytes = loop.kv_cache.nbytes
+    return torch.cat(blocks, dim=1), num_bytes
 
 
 def generate_on_rank(case: Case, ways: list[Way], world: int) -> dict[Way, tuple[Tensor, int]]:

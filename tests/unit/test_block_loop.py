@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -40,11 +39,7 @@ def make_params(case: Case, **values: Any) -> VideoParams:
     return make_video_params(PRESETS["causal-1.3B"], sizes | values)
 
 
-def make_inputs(
-    params: VideoParams,
-    image: Tensor | None = None,
-    on_block: Callable[[Tensor], None] | None = None,
-) -> CausalInputs:
+def make_inputs(params: VideoParams, image: Tensor | None = None) -> CausalInputs:
     """Returns what the task makes of prompts and an image, with these latents of the image."""
     generator = torch.Generator().manual_seed(2)
     one, two = (torch.randn(n, 24, generator=generator) for n in (5, 8))
@@ -53,8 +48,7 @@ def make_inputs(
     )
     base = make_base_inputs(params, (one, one), CPU)
     picture = None if image is None else Image.new("RGB", params.size)
-    inputs = Inputs(image=picture, callback_on_block_end=on_block)
-    made = params.task.make_denoise_inputs(params, base, inputs, encoders)
+    made = params.task.make_denoise_inputs(params, base, Inputs(image=picture), encoders)
     assert isinstance(made, CausalInputs)
     return made
 
@@ -139,10 +133,28 @@ def test_a_video_equals_a_plain_loop(name: str) -> None:
     if video.has_image:
         image = torch.randn(16, 1, 4, 6, generator=torch.Generator().manual_seed(3))
     params = make_params(case, sample_solver=video.solver)
-    blocks = list[Tensor]()
-    inputs = make_inputs(params, image, blocks.append)
+    inputs = make_inputs(params, image)
     latents = BlockLoop(params, inputs).advance(make_experts(make_network()))
     expected = generate_plainly(params, inputs, case, image)
     assert latents.shape == params.latent_shape
     assert (latents - expected).abs().max() <= 2e-4 * expected.abs().max()
+
+
+@torch.inference_mode()
+def test_blocks_are_there_before_the_next_one() -> None:
+    """A block takes its steps, and the next one the clean pass before them."""
+    case, calls, network = CASES["window and sink"], list[float](), make_network()
+    params = make_params(case)
+
+    def forward(x: list[Tensor], t: Tensor, **kwargs: Any) -> list[Tensor]:
+        calls.append(float(t))
+        return network(x, t, **kwargs)
+
+    blocks = list[Tensor]()
+    for block in BlockLoop(params, make_inputs(params)).iterate_blocks(make_experts(forward)):
+        blocks.append(block.clone())
+        assert len(calls) == 5 * len(blocks) - 1 and calls[-1] == 625
+        assert calls.count(0) == len(blocks) - 1
+    latents = BlockLoop(params, make_inputs(params)).advance(make_experts(network))
     assert len(blocks) == case.num_blocks and torch.equal(torch.cat(blocks, dim=1), latents)
+    assert not torch.is_grad_enabled()

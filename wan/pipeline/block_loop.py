@@ -12,6 +12,8 @@ Legend: Z latent channels, f h w latent frames/height/width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -37,6 +39,7 @@ from wan.pipeline.scheduler import make_solver
 from wan.settings.noise_schedule import NoiseSchedule, make_noise_schedule
 from wan.tasks.base import DenoiseInputs, StepCallback, VideoParams
 from wan.tasks.causal import CausalInputs
+from wan.utils.log import make_step_bar
 
 
 class BlockLoop(DenoisingLoop):
@@ -69,7 +72,6 @@ class BlockLoop(DenoisingLoop):
             schedule.experts * num_blocks,
         )
         self._timesteps = self._timesteps.repeat(num_blocks)
-        self._callback_on_block_end = inputs.callback_on_block_end
         self.kv_cache = KVCache(params.task.count_kept_latents(params), params.sink_size or 0)
 
     def advance(
@@ -82,28 +84,43 @@ class BlockLoop(DenoisingLoop):
         bar: Any = None,
     ) -> Tensor:
         """Generates all blocks; see `DenoisingLoop.advance`."""
-        if bar is not None:
-            bar.total = len(self._noise_schedule.experts)
-        super().advance(experts, run_branches, step_cache, num_experts, cancellation_point, bar)
-        self.latents = torch.cat(self._blocks, dim=1)
-        self.kv_cache.layers.clear()
+        blocks = [*self.iterate_blocks(experts, cancellation_point, bar)]
+        self.latents = torch.cat(blocks, dim=1)
         return self.latents
 
-    def _step(
+    def iterate_blocks(
         self,
-        index: int,
-        model: Denoiser,
-        run_branches: RunBranches | None,
-        step_cache: Cache,
-        cancellation_point: CancellationPoint,
-    ) -> None:
-        steps = len(self._block_schedule.experts)
-        block, step = divmod(index, steps)
-        if step == 0:
-            self._begin_block(block, model)
-        super()._step(index, model, run_branches, step_cache, cancellation_point)
-        if step == steps - 1:
-            self._end_block(block, model)
+        experts: ExpertSource,
+        cancellation_point: CancellationPoint = NEVER_CANCELLED,
+        bar: Any = None,
+    ) -> Iterator[Tensor]:
+        """Yields the latents of each block, [Z,n,h,w], as soon as it is denoised.
+
+        The clean pass of a block is run when the next one is requested. All ranks iterate at the
+        same time, and get the same blocks. The arguments are those of `advance`.
+        """
+        num_steps, steps = len(self._noise_schedule.experts), len(self._block_schedule.experts)
+        name = self._block_schedule.experts[0]
+        with make_step_bar(num_steps) if bar is None else nullcontext(bar) as bar:
+            model = experts.get(name)
+            bar.total = num_steps
+            bar.unpause()  # its rate excludes loading
+            bar.set_postfix_str(name)
+            for block in range(self._num_blocks):
+                with torch.no_grad():
+                    self._begin_block(block, model)
+                    for index in range(block * steps, (block + 1) * steps):
+                        cancellation_point.check(index, num_steps)
+                        self._step(index, model, None, Cache(), cancellation_point)
+                        bar.update()
+                    self._check_finite(name)
+                self._blocks.append(self.latents)
+                yield self.latents
+                if block + 1 < self._num_blocks:
+                    with torch.no_grad():
+                        self._keep_clean(model, self._blocks[-1], block * self._block_size)
+            cancellation_point.check(num_steps, num_steps)
+        self.kv_cache.layers.clear()
 
     def _begin_block(self, block: int, model: Denoiser) -> None:
         """Sets noise, prompt, solver and place of a block."""
@@ -126,15 +143,6 @@ class BlockLoop(DenoisingLoop):
         self._solver, _ = make_solver(self.params, self._block_schedule, inputs.sample_noise)
         if has_new_prompt:
             self._renew_cache(model, start)
-
-    def _end_block(self, block: int, model: Denoiser) -> None:
-        """Hands over a finished block, and keeps its clean keys and values."""
-        self._check_finite(self._block_schedule.experts[-1])
-        self._blocks.append(self.latents)
-        if self._callback_on_block_end is not None:
-            self._callback_on_block_end(self.latents)
-        if len(self._blocks) < self._num_blocks:
-            self._keep_clean(model, self.latents, block * self._block_size)
 
     def _renew_cache(self, model: Denoiser, num_frames: int) -> None:
         """Computes the kept keys of the frames after the sink again, with the current prompt."""

@@ -57,7 +57,6 @@ class Inputs:
         negative_prompt_embeds: [length, text_dim], used instead of the negative prompt.
         initial_latents: Latents used instead of noise, float32 [Z,f,h,w].
         callback_on_step_end: Called after each step.
-        callback_on_block_end: Called on every rank with the latents of each block (causal).
         show_preview: Called on the main rank with each preview.
         num_clips_done: Clips that an earlier run has generated.
         clip_state: `Clip.state` of the last of these clips, on every rank.
@@ -73,7 +72,6 @@ class Inputs:
     negative_prompt_embeds: Tensor | None = None
     initial_latents: Tensor | None = None
     callback_on_step_end: StepCallback | None = None
-    callback_on_block_end: Callable[[Tensor], None] | None = None
     show_preview: ShowPreview | None = None
     num_clips_done: int = 0
     clip_state: Tensor | None = None

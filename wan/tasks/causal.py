@@ -46,11 +46,9 @@ class CausalInputs(DenoiseInputs):
 
     Attributes:
         contexts: Text embeddings of the prompts of equal parts of the blocks, [length, text_dim].
-        callback_on_block_end: As in `Inputs`.
     """
 
     contexts: list[Tensor]
-    callback_on_block_end: Callable[[Tensor], None] | None = None
 
 
 class CausalVideo(TextImageToVideo):
@@ -101,7 +99,6 @@ class CausalVideo(TextImageToVideo):
         return CausalInputs(
             **vars(super().make_denoise_inputs(params, base, inputs, encoders)),
             contexts=[contexts[prompt] for prompt in params.clip_prompts or (params.prompt,)],
-            callback_on_block_end=inputs.callback_on_block_end,
         )
 
     def make_model_kwargs(
