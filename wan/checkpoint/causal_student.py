@@ -9,6 +9,7 @@ from wan.checkpoint.config import DitConfig
 from wan.checkpoint.formats.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
+from wan.utils.log import logger
 
 _match_student = re.compile(r"(generator(?:_ema)?)\.").match  # stored names, see `pickle_header`
 
@@ -35,4 +36,7 @@ def is_causal_student(
         fitting = (x for x in PRESETS.values() if x.keeps_kv and x.in_dim == config["in_dim"])
         why = f"holds a causal student ({student[1]}), which makes a video block by block"
         raise InputError(f"{info.file}", None, why, f"use `task={next(fitting).task}`")
+    if student is None and kinds == {"causal"}:
+        text = "%s does not say that it is a causal student: a model of whole videos falls apart."
+        logger.info(text, info.file)
     return student is not None or kinds == {"causal"}
