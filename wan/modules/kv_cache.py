@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from wan.kernels.interfaces import Kernel
@@ -74,11 +74,13 @@ class KVCache:
         if key not in self.layers:
             shape = self.window, *new_k.shape[1:]
             self.layers[key] = new_k.new_empty(shape), new_v.new_empty(shape)
-        slots = torch.tensor(self.find_slots(frames), device=new_k.device)
-        k_TAND, v_TAND = (
-            x_TAND.index_copy_(0, slots, new)
-            for x_TAND, new in zip(self.layers[key], (new_k, new_v), strict=True)
-        )
+        slots = self.find_slots(frames)
+        starts = [i for i, slot in enumerate(slots) if i == 0 or slot != slots[i - 1] + 1]
+        for start, stop in pairwise((*starts, len(slots))):
+            first = slots[start]
+            for x_TAND, new in zip(self.layers[key], (new_k, new_v), strict=True):
+                x_TAND[first : first + stop - start] = new[start:stop]
+        k_TAND, v_TAND = self.layers[key]
         num_dropped = 0 if self._first is None else self._first - self.sink
         num_kept = min(frames.stop - num_dropped, self.window)
         return k_TAND[:num_kept].flatten(0, 1)[None], v_TAND[:num_kept].flatten(0, 1)[None]
