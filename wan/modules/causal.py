@@ -6,14 +6,17 @@ of earlier frames (`wan.modules.kv_cache`). Their rotary positions are those in 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from wan.kernels.forward_context import StepInfo
 from wan.modules.kv_cache import CachedPass, KVCache
 from wan.modules.model import StreamConditioning, WanModel
-from wan.modules.rope import make_rope_table
+from wan.modules.rope import RopeTable, make_rope_table
+from wan.settings.attention_modes import Grid
 from wan.settings.presets import MAX_POSITIONS
 
 
@@ -25,6 +28,7 @@ class WanCausalModel(WanModel):
 
     def __init__(self, model_type: str = "causal", **config: Any) -> None:
         super().__init__(model_type, **config)
+        self._block_rope: tuple[object, RopeTable] | None = None
 
     def forward(  # type: ignore[override]
         self,
@@ -67,19 +71,24 @@ class WanCausalModel(WanModel):
                 f"frames with a sink of {kv_cache.sink}."
             )
 
+        further_keys = CachedPass(kv_cache, frames, range(self.num_layers))
+
         def make_conditioning(_: int) -> StreamConditioning:
-            positions = frames, range(grid[1]), range(grid[2])
-            cos, sin = make_rope_table(positions, self.dim // self.num_heads)
-            shard = self.sequence_shard
-            cos, sin = (shard.shard(rows[None], grid)[0].to(x[0].device) for rows in (cos, sin))
-            return StreamConditioning(
-                (cos, sin),
-                shard.get_local_offset(len(frames) * grid[1] * grid[2]),
-                shard.count_valid_tokens(len(frames) * grid[1] * grid[2]),
-                reference=CachedPass(kv_cache, frames, range(self.num_layers)),
-            )
+            stream = self._make_stream(grid, x[0].device, reference=further_keys)
+            return replace(stream, rope=self._get_rope(frames, grid, x[0].device))
 
         return self._run_samples(x, t, context, None, step, make_conditioning)
+
+    def _get_rope(self, frames: range, grid: Grid, device: torch.device) -> RopeTable:
+        """Returns the RoPE rows of a block's tokens on this rank; all its passes share them."""
+        key = frames, grid, device
+        if self._block_rope is None or self._block_rope[0] != key:
+            positions = frames, range(grid[1]), range(grid[2])
+            table = make_rope_table(positions, self.dim // self.num_heads)
+            shard = self.sequence_shard.shard
+            cos, sin = (shard(rows[None], grid)[0].to(device) for rows in table)
+            self._block_rope = key, (cos, sin)
+        return self._block_rope[1]
 
     def runs_in_lockstep(self, num_tokens: int) -> bool:
         """Never: there is one sample."""
