@@ -33,7 +33,7 @@ LAYERS = (
     "metering testing",
     "app",
     "planner diffusers power serve",
-    "text2video image2video textimage2video speech2video animate animate2 vace",
+    "text2video image2video textimage2video speech2video animate animate2 vace causal",
     "cli",
     "__main__",
 )

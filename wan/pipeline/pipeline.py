@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ from wan.pipeline.video_loras import VideoLoraLoader
 from wan.settings import noise_schedule
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload, count_block_buffers
-from wan.tasks.base import NO_INPUTS, Inputs, VideoParams, make_base_inputs
+from wan.tasks.base import NO_INPUTS, DenoiseInputs, Inputs, VideoParams, make_noise_sampler
 from wan.utils import log, system
 from wan.utils.log import StageTimer
 
@@ -178,6 +179,21 @@ class LazyModule(Generic[T]):
             gc.collect()  # hooks and sharding make reference cycles
 
 
+def make_base_inputs(
+    params: VideoParams,
+    contexts: tuple[Tensor, Tensor],
+    device: torch.device,
+    initial_latents: Tensor | None = None,
+) -> DenoiseInputs:
+    """Returns the inputs of denoising that all tasks have: noise and text embeddings."""
+    sample_noise = make_noise_sampler(params, device)
+    latents = sample_noise()  # sampled even if unused, so that later samples match the seed
+    latents = latents if initial_latents is None else initial_latents.to(device)
+    if params.sample_solver == "rcm" or params.starts_from_source:  # the first sigma is not 1
+        latents = latents * noise_schedule.make_noise_schedule(params).sigmas[0]
+    return DenoiseInputs(latents, *contexts, sample_noise=sample_noise)
+
+
 ShareResult = Callable[[Callable[[], Tensor]], Tensor]
 """share_result(make): calls make() on one rank or on all ranks; every rank gets the result."""
 
@@ -264,6 +280,8 @@ class Pipeline:
 
     def prepare_denoising(self, params: VideoParams, inputs: Inputs = NO_INPUTS) -> DenoisingLoop:
         """Encodes prompt and inputs, and returns the denoising loop before its first step."""
+        if params.clip_prompts:  # encoded together, so that the text encoder is loaded once
+            self.cache_prompt_embeds([*self.cached_prompt_embeds, *params.all_prompts], params)
         contexts = self.encode_prompt(params, inputs.prompt_embeds, inputs.negative_prompt_embeds)
         with self.stage_timer("conditioning"):
             base = make_base_inputs(params, contexts, self.torch_device, inputs.initial_latents)
@@ -272,7 +290,8 @@ class Pipeline:
             self.release(self.vae)
         preview = self.make_preview(params, inputs)
         callback = inputs.callback_on_step_end
-        return DenoisingLoop(params, loop_inputs, callback, preview, inputs.loras)
+        make_loop: type[DenoisingLoop] = resolve_name(params.task.loop)
+        return make_loop(params, loop_inputs, callback, preview, inputs.loras)
 
     def make_preview(self, params: VideoParams, inputs: Inputs) -> Preview | None:
         """Returns the preview of a video; None without one, and on ranks other than the main one.
