@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tests.checkpoint_files import add_prefix, are_equal, load_tensors, read_values
+from tests.frames import read_frames
 from tests.pipelines import build_quick_pipeline, plan_stages, resolve_argv, resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from tests.tasks.tasks import write_picture
@@ -20,6 +23,9 @@ from wan.app.failures import describe_error
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora.merge import merge_loras
+from wan.cli import main as generate
+from wan.media.video_writer import Mp4Encoder, load_latents
+from wan.modules.causal import WanCausalModel
 from wan.pipeline import memory_estimate
 from wan.pipeline.memory_estimate import check_memory, estimate_network_sizes
 from wan.settings.command import NetworkFiles
@@ -117,6 +123,42 @@ def test_prompts_share_the_blocks_and_an_image_begins_the_video(
     latents = pipeline.generate_latents(run.params, run.inputs)
     first = pipeline.encode_video(make_first_frame(run.inputs.image, run.params.video_size))
     assert torch.equal(latents[:, :1], first) and latents.shape[1] == 8
+
+
+def test_a_stream_begins_before_the_second_block_is_generated(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The video and its latents are those of a run that decodes all blocks at the end."""
+    events: list[str] = []
+    write_frames = Mp4Encoder.write_frames
+
+    def record_frames(encoder: Mp4Encoder, frames: Tensor) -> None:
+        events.append(f"{frames.shape[1]} frames")
+        write_frames(encoder, frames)
+
+    def record_forward(module: Any, _: object) -> None:
+        if isinstance(module, WanCausalModel):
+            events.append("forward")
+
+    monkeypatch.setattr(Mp4Encoder, "write_frames", record_frames)
+    argv = ["--task", "causal-1.3B", "--ckpt_dir", str(folder), "--size", "32*32", "--prompt", "a"]
+    argv += ["--frame_num", "21", "--base_seed", "1", "--save_latents", "--save_file"]
+    hook = register_module_forward_pre_hook(record_forward)
+    steps, clean_pass = ["forward"] * 4, ["forward"]
+    first, second = ["1 frames", "4 frames", "4 frames"], ["4 frames"] * 3
+    try:
+        assert generate.main([*argv, str(tmp_path / "once.mp4")]) == 0
+        assert events == [*steps, *clean_pass, *steps, *first, *second]
+        events.clear()
+        assert generate.main([*argv, str(tmp_path / "stream.mp4"), "--stream"]) == 0
+    finally:
+        hook.remove()
+    first, second = ([frames for frames in part for _ in range(2)] for part in (first, second))
+    assert events == [*steps, *first, *clean_pass, *steps, *second]  # each in two encoders
+    videos = [read_frames(tmp_path / f"{name}.mp4") for name in ("once", "stream")]
+    assert np.array_equal(*videos)
+    names = (f"{name}.latents.safetensors" for name in ("once", "stream"))
+    assert torch.equal(*(load_latents(tmp_path / name) for name in names))
 
 
 def test_the_plan_has_the_bytes_of_the_kept_keys(folder: Path, capfd: Any) -> None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
     from wan.media.video_writer import Mp4Encoder
     from wan.metering.meter import PowerMeasurement, VideoMeter
-    from wan.modules.vae.video_vae import Sink
+    from wan.modules.vae.video_vae import LatentBlocks, Sink
     from wan.pipeline.pipeline import Pipeline
     from wan.tasks.base import Inputs
 
@@ -101,6 +101,11 @@ class VideoJob:
                 latents = video_writer.load_latents(run.decode_latents)
             elif run.params.has_clips:
                 self._generate_clips(video_meter)
+                return
+            elif run.output.stream and run.params.task.makes_blocks:
+                blocks = self._pipeline.generate_blocks(run.params, self.make_inputs())
+                with self._record_trace():
+                    self._write_video(blocks, video_meter)
                 return
             else:
                 with self._record_trace():
@@ -235,8 +240,13 @@ class VideoJob:
             quoted_folder = shlex.quote(str(folder))
             logger.info("Trace: %s  (python -m wan.power report %s)", folder, quoted_folder)
 
-    def _write_video(self, latents: Tensor, meter: VideoMeter | None) -> None:
-        """Decodes the latents; on the main rank writes the video and its record, logs a summary."""
+    def _write_video(self, latents: Tensor | LatentBlocks, meter: VideoMeter | None) -> None:
+        """Decodes the latents; on the main rank writes the video and its record, logs a summary.
+
+        latents: Those of the video, or blocks that are denoised while earlier ones are decoded.
+        """
+        from wan.modules.vae.video_vae import LatentBlocks
+
         release_other_ranks = partial(self._release_other_ranks, meter)
         if not self._is_main:
             self._pipeline.decode_to_sink(latents, NullSink(), release_other_ranks)
@@ -252,6 +262,8 @@ class VideoJob:
             self._pipeline.decode_to_sink(latents, JointSink(sinks), release_other_ranks)
             self._finish_stream()
             power = None if meter is None else meter.stop()
+        if isinstance(latents, LatentBlocks) and self.run.output.save_latents:
+            self.save_denoised_latents(latents.join())
         if self.run.decode_latents is None:
             self._move_or_remove_latents()
         self._finish_run(encoder.size, power)

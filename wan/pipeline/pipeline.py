@@ -267,6 +267,30 @@ class Pipeline:
         self.release(self.experts)
         return latents
 
+    def generate_blocks(self, params: VideoParams, inputs: Inputs = NO_INPUTS) -> LatentBlocks:
+        """Prepares a video of a task that makes blocks; each is denoised when it is requested."""
+        self.experts.prefetch(noise_schedule.make_noise_schedule(params).experts[0])
+        loop = self.prepare_denoising(params, inputs)
+        return LatentBlocks(params.latent_shape, self._denoise_blocks(loop))
+
+    def _denoise_blocks(self, loop: DenoisingLoop) -> Iterator[Tensor]:
+        from wan.pipeline.block_loop import BlockLoop
+
+        assert isinstance(loop, BlockLoop)
+        self.offload_manager.params = loop.params
+        loop.to(self.torch_device)
+        try:
+            with self.video_loras.attach(self.experts, loop.loras) as experts:
+                blocks = loop.iterate_blocks(experts, self.cancellation_point)
+                while True:
+                    with self.stage_timer("denoising"):
+                        block = next(blocks, None)
+                    if block is None:
+                        return
+                    yield block
+        finally:
+            self.release(self.experts)
+
     def sample_audio_features(self, audio: Audio, num_frames: int) -> Tensor:
         """Returns the audio features of each of `num_frames` video frames, [1,S,C,F]."""
         from wan.modules.audio_encoder import sample_features_per_frame

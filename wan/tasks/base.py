@@ -219,6 +219,8 @@ class Task:
         network: "module:class" of the DiT.
         loop: "module:class" of the denoising loop.
         runs_in_lockstep: Both guidance branches may run in lockstep; see `wan.modules.lockstep`.
+        makes_blocks: The loop is a `wan.pipeline.block_loop.BlockLoop`, whose blocks of latents can
+            be decoded one by one.
         diffusers_classes: The classes of the pipeline and of the DiT in diffusers; None: it has
             none.
         joins_clips: Whether the clips are encoded to mp4 files one by one, which are joined.
@@ -234,6 +236,7 @@ class Task:
     network: ClassVar[str] = "wan.modules.model:WanModel"
     loop: ClassVar[str] = "wan.pipeline.denoise:DenoisingLoop"
     runs_in_lockstep: ClassVar[bool] = True
+    makes_blocks: ClassVar[bool] = False
     diffusers_classes: ClassVar[tuple[str, str] | None] = ("WanPipeline", "WanTransformer3DModel")
     joins_clips: ClassVar[bool] = False
     upload_names: ClassVar[Mapping[str, str]] = {}

@@ -56,6 +56,7 @@ class CausalVideo(TextImageToVideo):
     network = "wan.modules.causal:WanCausalModel"
     loop = "wan.pipeline.block_loop:BlockLoop"
     runs_in_lockstep = False
+    makes_blocks = True
     diffusers_classes = None
 
     def read_inputs(self, preset: Preset, values: Values) -> Inputs:
