@@ -5,8 +5,6 @@ import gc
 import torch
 import torch.distributed.device_mesh
 import torch.nn.functional
-from diffusers import AutoencoderKLWan, DPMSolverMultistepScheduler, UniPCMultistepScheduler
-from transformers import AutoTokenizer, UMT5EncoderModel
 
 import wan.cli.main
 import wan.distributed.rendezvous
@@ -15,11 +13,6 @@ import wan.modules.model
 import wan.pipeline.build
 
 __all__ = [
-    "AutoTokenizer",
-    "AutoencoderKLWan",
-    "DPMSolverMultistepScheduler",
-    "UMT5EncoderModel",
-    "UniPCMultistepScheduler",
     "torch",
     "wan",
 ]

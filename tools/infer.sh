@@ -51,5 +51,12 @@ export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 # --standalone takes a free port, so two runs on one machine do not meet.
-exec "${TORCHRUN}" --standalone --nproc_per_node="${NPROC_PER_NODE}" \
-    "${HERE}/generate.py" "${arguments[@]}" "$@"
+launch=(--standalone --nproc_per_node="${NPROC_PER_NODE}")
+# On CPUs the ranks are forked from torchrun, which has imported PyTorch: each starts sooner.
+# Drivers of accelerators do not support forks, so there each rank is a new interpreter.
+if ! compgen -G "/dev/davinci[0-9]*" >/dev/null && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null &&
+    ! [ -e /dev/kfd ]; then
+    launch+=(--run_path --start_method=fork)
+    export PYTHONPATH="${HERE}${PYTHONPATH:+:${PYTHONPATH}}"
+fi
+exec "${TORCHRUN}" "${launch[@]}" "${HERE}/generate.py" "${arguments[@]}" "$@"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from wan.animate import WanAnimate
     from wan.animate2 import WanAnimate2
     from wan.app.video import Video
+    from wan.causal import WanCausal
     from wan.image2video import WanI2V
     from wan.media.video_writer import save_video
     from wan.speech2video import WanS2V
@@ -36,6 +37,7 @@ __all__ = [
     "Video",
     "WanAnimate",
     "WanAnimate2",
+    "WanCausal",
     "WanI2V",
     "WanS2V",
     "WanT2V",
@@ -48,6 +50,7 @@ _MODULES = {
     "Video": "app.video",
     "WanAnimate": "animate",
     "WanAnimate2": "animate2",
+    "WanCausal": "causal",
     "WanI2V": "image2video",
     "WanS2V": "speech2video",
     "WanT2V": "text2video",

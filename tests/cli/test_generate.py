@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import slow
-from tests.frames import read_frames
+from tests.frames import follow_file, read_frames
 from tests.pipelines import resolve_argv
 from tests.tasks.tasks import write_picture
 from tools import compare_latents
@@ -101,7 +101,8 @@ def test_from_json_repeats_the_run(
 def test_a_failure_after_denoising_loses_nothing(
     stage: str, plain: Path, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
-    args = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--prompt", PROMPT]
+    """A stream goes with the failed run; later it shows the video, whose bytes it leaves alone."""
+    args = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--prompt", PROMPT, "--stream"]
     out = tmp_path / "video.mp4"
 
     def fail(*_: object, **__: object) -> None:
@@ -125,9 +126,17 @@ def test_a_failure_after_denoising_loses_nothing(
     if stage == "decode":
         assert f"--decode_latents {latents_file}" in capfd.readouterr().out
     monkeypatch.chdir(tmp_path.parent)
-    run_generate("--decode_latents", latents_file)
+    copy = tmp_path.parent / f"{stage}.mp4"
+    with follow_file(out.with_suffix(".stream.mp4"), copy):
+        run_generate("--decode_latents", latents_file, "--stream")
     assert out.read_bytes() == plain.read_bytes()
-    assert latents_file.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        latents_file.name,
+        "video.mp4",
+        "video.json",
+    }
+    frames, expected = (read_frames(path).astype(int) for path in (copy, out))
+    assert frames.shape == expected.shape and np.abs(frames - expected).mean() < 12  # noise
 
 
 def test_a_dying_encoder_is_noticed(tiny, tmp_path: Path, monkeypatch, capfd) -> None:
@@ -305,20 +314,32 @@ def test_a_compiler_cache_that_cannot_be_used(
     assert not [*cache.iterdir()]
 
 
-def test_what_a_plain_run_imports(tiny, tmp_path: Path) -> None:
-    """No compiler, whose cache cannot be used here, and none of the libraries of other tasks."""
+@pytest.mark.parametrize("ranks", [1, slow(2)])
+def test_what_a_plain_run_imports(ranks: int, tiny, tmp_path: Path) -> None:
+    """No compiler, whose cache cannot be used here, and none of the libraries of other tasks.
+
+    A line says what starts before PyTorch is imported, which takes longest.
+    """
     (tmp_path / "file").touch()
     cache = tmp_path / "file" / "new"
-    argv = ["--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, "--save_file"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    argv = [*(launcher if ranks > 1 else ()), REPO / "generate.py", "--task", "t2v-1.3B", *SMALL]
+    argv += ["--ckpt_dir", tiny("t2v-1.3B"), "--save_file", tmp_path / "v.mp4"]
     result = subprocess.run(
-        [sys.executable, "-X", "importtime", REPO / "generate.py", *argv, tmp_path / "v.mp4"],
-        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)},
-        capture_output=True,
+        [sys.executable, *argv],
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPROFILEIMPORTTIME": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
     )
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, result.stdout
     assert str(cache) not in result.stdout
-    names = re.findall(r"^import time:[\d |]+ ([\w.]+)$", result.stderr, re.MULTILINE)
+    imported_before, first_line, _ = re.split(
+        r"^(\[\d\d:.*)$", result.stdout, maxsplit=1, flags=re.MULTILINE
+    )
+    assert "Starting" in first_line
+    assert ranks > 1 or not re.findall(r"\| +torch\..*", imported_before)
+    names = re.findall(r"^import time:[\d |]+ ([\w.]+)$", result.stdout, re.MULTILINE)
     assert "wan.pipeline.build" in names and len({*names}) < 1500
     unused = ("torch._dynamo.", "torch.distributed.fsdp.", "sympy.", "transformers.", "diffusers.")
     assert not [name for name in names if f"{name}.".startswith(unused)]

@@ -28,6 +28,7 @@ class Outcome(NamedTuple):
     """The results of a run, except parts that differ between equal runs."""
 
     encoder: tuple[str, ...]
+    num_encoders: int
     files: tuple[str, ...]
     traced: tuple[int, ...]
     debug: bool
@@ -48,6 +49,7 @@ def make(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
     def make_outcome(*flags: str) -> Outcome:
         folder = tmp_path_factory.mktemp("run")
         patch.chdir(folder)
+        commands.clear()
         argv = [flag.replace("/tmp/", f"{folder}/") for flag in flags]
         model = ["--task", "t2v-1.3B", "--ckpt_dir", str(tiny("t2v-1.3B"))]
         assert generate.main([*model, *SMALL, *argv]) == 0
@@ -57,6 +59,7 @@ def make(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
         )
         return Outcome(
             tuple(part for part in commands[-1] if not re.search(r"\.mp4$|^comment=", part)),
+            len(commands),
             tuple(sorted(re.sub(r"_\d{8}_\d{6}", "_date", file) for file in files)),
             tuple(traced),
             logging.getLogger("wan").isEnabledFor(logging.DEBUG),
@@ -70,7 +73,7 @@ def make(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.parametrize("name", list_options(Output))
 @pytest.mark.usefixtures("one_thread")
 def test_a_setting_of_the_output_arrives(name: str, make: Make) -> None:
-    """In the encoder's command, the names of the files, the trace or the log.
+    """In the command or number of encoders, the names of the files, the trace or the log.
 
     The record and the video's comment do not count: they repeat settings even if unused. A setting
     of the encoder is in the record, and is set for decoding and in a line of a prompt file, too.

@@ -57,6 +57,9 @@ def test_comm_type_is_checked_and_forwarded(script: str, call) -> None:
         assert get_flag_value(argv, "--task") == ("t2v-14B" if "t2v" in script else "i2v-14B")
         assert "--nproc_per_node=8" in argv and get_flag_value(argv, "--ulysses_size") == "8"
         assert "OMP_NUM_THREADS=1" in argv
+        patterns = ("davinci[0-9]*", "nvidia[0-9]*", "kfd")  # drivers that do not support forks
+        has_accelerators = any(path for name in patterns for path in Path("/dev").glob(name))
+        assert ("--start_method=fork" in argv) != has_accelerators
 
 
 def test_ranks_and_sizes(call) -> None:

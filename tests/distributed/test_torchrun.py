@@ -161,15 +161,15 @@ def check_ending(sentence: str, number: signal.Signals | None, *argv: object) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--run_path", "--start_method=fork"]])
 @pytest.mark.parametrize("how", ENDINGS)
-def test_all_ranks_end(how: str, alone, tmp_path: Path) -> None:
-    """All ranks end and no file is left."""
+def test_all_ranks_end(how: str, options: list[str], alone, tmp_path: Path) -> None:
+    """All ranks end and no file is left, also if they are forked as by `infer_t2v.sh`."""
     arguments, _ = alone
     number, sentence = ENDINGS[how]
     kind = how if number is None else "wait"
-    check_ending(
-        sentence, number, FAILING, kind, "1", *arguments, "--save_file", tmp_path / "v.mp4"
-    )
+    argv = [*options, FAILING, kind, "1", *arguments, "--save_file", tmp_path / "v.mp4"]
+    check_ending(sentence, number, *argv)
     assert not list(tmp_path.iterdir())
 
 

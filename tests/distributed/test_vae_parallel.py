@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -28,7 +29,7 @@ from wan.modules.vae import winograd
 from wan.modules.vae.network import Autoencoder, ResidualBlock
 from wan.modules.vae.rows import ALL_ROWS, Rows
 from wan.modules.vae.sharded import ShardedRows, split_rows_evenly
-from wan.modules.vae.video_vae import FrameCollector, read_vae_spec
+from wan.modules.vae.video_vae import FrameCollector, LatentBlocks, read_vae_spec
 from wan.pipeline import memory_estimate
 from wan.pipeline.vae_runner import VaeRunner
 from wan.settings.presets import PRESETS
@@ -220,14 +221,14 @@ def run_out_of_memory(
                 torch.empty(1 << 60, dtype=torch.uint8)
 
     stages: set[str] = set()
-    decode = Autoencoder.decode
+    decode = Autoencoder.decode_blocks
 
     def record_decode(*args: Any) -> Any:
         stages.add("decoding")
         return decode(*args)
 
     if int(os.environ.get("RANK", "0")) == rank:
-        Autoencoder.decode = record_decode  # type: ignore[method-assign]
+        Autoencoder.decode_blocks = record_decode  # type: ignore[method-assign]
         register_module_forward_pre_hook(fail_in_call)
     return generate.main(arguments)
 
@@ -296,7 +297,9 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
         agreements.clear()
         codec.encode(make_random(3, 4 * frames - 3, 8, 16).tanh())
         encoding = len(agreements)
-        codec.decode(make_random(16, frames, 1, 2), FrameCollector(CPU), lambda: None)
+        blocks = make_random(16, frames, 1, 2).split(2, dim=1)
+        latents = LatentBlocks((16, frames, 1, 2), blocks)
+        codec.decode(latents, FrameCollector(CPU), lambda: None)
         return encoding, len(agreements) - encoding
 
     for is_shared, frames in product((True, False), (1, 2, 3)):
@@ -316,6 +319,50 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
             )
         main, idle = counts
         assert main == idle and min(main) > frames, (is_shared, frames)
+
+
+def decode_computed_blocks(path: Path, is_shared: bool) -> tuple[bool, bool]:
+    """Returns whether the frames of blocks, which all ranks compute together, are right.
+
+    Also whether an error of the computation ends decoding on this rank.
+    """
+    world = torch.distributed.get_world_size()
+    setup = make_setup(
+        read_run_options({"vae_parallel": is_shared}),
+        PRESETS["t2v-1.3B"],
+        inspect_checkpoint(path),
+        world_size=world,
+    )[0]
+    vae = build_cpu_pipeline("t2v-1.3B", path).vae
+
+    def rows(height: int, is_split: bool) -> ShardedRows:
+        return ShardedRows(None, split_rows_evenly(height, world) if is_split else (height, 0), CPU)
+
+    codec = VaeRunner(setup, select_device("cpu"), vae.get, rows)
+    latents = make_random(16, 5, 4, 2)
+
+    def denoise(num_blocks: int) -> Iterator[Tensor]:
+        for block in latents.split(2, dim=1)[:num_blocks]:
+            shared = block / world
+            torch.distributed.all_reduce(shared)
+            yield shared
+        raise ArithmeticError
+
+    collector = FrameCollector(CPU)
+    is_main = codec.decode(LatentBlocks(latents.shape, denoise(3)), collector, lambda: None)
+    with pytest.raises(ArithmeticError):
+        codec.decode(LatentBlocks(latents.shape, denoise(2)), FrameCollector(CPU), lambda: None)
+    if not is_main:
+        return collector.video.numel() == 0, True
+    return distance(collector.video, vae.get().decode(latents)) <= 5e-6 * is_shared, True
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_blocks_that_all_ranks_compute(tiny, is_shared: bool) -> None:
+    """Each is computed between two blocks that are decoded, also on a rank without rows."""
+    assert (
+        run_on_ranks(2, decode_computed_blocks, tiny("t2v-1.3B"), is_shared) == [(True, True)] * 2
+    )
 
 
 class DamagedError(Exception):
@@ -350,5 +397,6 @@ def test_a_rank_needs_memory_for_its_own_rows(
 
     codec = VaeRunner(setup, device, load, rows)
     with pytest.raises(DamagedError):
-        codec.decode(make_random(16, 3, 4, 2), FrameCollector(CPU), lambda: None)
+        latents = make_random(16, 3, 4, 2)
+        codec.decode(LatentBlocks(latents.shape, [latents]), FrameCollector(CPU), lambda: None)
     assert codec.last_method == method

@@ -25,6 +25,7 @@ from wan.cli.main import main
 from wan.kernels.forward_context import StepInfo
 from wan.metering.recording import make_exchange_plan
 from wan.pipeline.denoise import DenoisingLoop
+from wan.pipeline.pipeline import make_base_inputs
 from wan.pipeline.scheduler import make_solver
 from wan.serve.jobs.records import read_finished_job
 from wan.settings.noise_schedule import compute_sigmas, count_noise_samples, make_noise_schedule
@@ -32,7 +33,7 @@ from wan.settings.noise_tables import NOISE_TABLES, compute_beta_quantile
 from wan.settings.presets import PRESETS
 from wan.settings.solvers import SOLVERS
 from wan.settings.step_cache import StepCache
-from wan.tasks.base import VideoParams, make_base_inputs, make_video_params
+from wan.tasks.base import VideoParams, make_video_params
 
 TABLES = ("official", *NOISE_TABLES)
 Velocity = Callable[[Tensor, float], Tensor]

@@ -25,11 +25,12 @@ from wan.configs import WAN_CONFIGS
 from wan.media.video_reader import read_video
 from wan.media.video_writer import save_latents
 from wan.pipeline.denoise import DenoisingLoop
+from wan.pipeline.pipeline import make_base_inputs
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.noise_tables import NOISE_TABLES, OFFICIAL_TABLE
 from wan.settings.presets import PRESETS
 from wan.settings.solvers import SOLVERS
-from wan.tasks.base import VideoParams, get_task, make_base_inputs, make_video_params
+from wan.tasks.base import VideoParams, get_task, make_video_params
 from wan.tasks.video2video import SourceInputs, fit_latents, read_frames_at_size
 
 SIZE, FRAMES, STEPS = (64, 48), 9, 10

@@ -27,6 +27,7 @@ from wan.settings.flags import FLAGS
 
 TASKS = (
     *("t2v-A14B", "i2v-A14B", "ti2v-5B", "s2v-14B", "animate-14B", "animate2-14B", "vace-1.3B"),
+    "causal-5B",
 )
 ONE_NETWORK = ("guidance_high", "guidance_low", "boundary_ratio")
 

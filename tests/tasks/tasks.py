@@ -153,6 +153,7 @@ WIDE = {"size": (64, 32), "frame_num": 5}
 STOCHASTIC = {**SMALL, "sample_solver": "lcm"}  # each clip samples noise for two steps
 FROM_SOURCE = {**WIDE, "strength": 0.5}
 S2V = {"size": (96, 64), "infer_frames": 12}  # 12 - 3 and 12 frames
+BLOCKS = {"size": (48, 32), "frame_num": 21, "sample_guide_scale": 1, "sample_solver": "dmd"}
 LONG = {"size": (48, 32), "frame_num": 9, "chain": "latent"}
 TASKS: dict[str, Task] = {
     "t2v": Task("t2v-A14B", WIDE, (5, 32, 64), wan.WanT2V),
@@ -178,6 +179,10 @@ TASKS: dict[str, Task] = {
         *("animate2-14B", STOCHASTIC, (8, 32, 48), wan.WanAnimate2, _driven_image),
         fps=24,
         latents=False,
+    ),
+    "causal": Task(  # two blocks
+        *("causal-1.3B", BLOCKS, (21, 32, 48), wan.WanCausal),
+        python_names={"sample_guide_scale": "guide_scale"},
     ),
     "long": Task(
         *("i2v-A14B", LONG, (13, 32, 48), wan.WanI2V, _image),

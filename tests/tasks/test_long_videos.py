@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import Tiny, slow
 from tests.dist import Ranks, torchrun
+from tests.frames import follow_file
 from tests.tasks.conftest import read_frames, run_generate
 from tests.tasks.tasks import QUICK
 from wan.cli import main as generate
@@ -58,6 +59,7 @@ def test_a_video_of_clips(kept: Path) -> None:
 
 
 def test_a_killed_run_is_resumed(asked: list[str], kept: Path, tmp_path: Path) -> None:
+    """Its stream, which does not change the video, begins with the clips of the killed run."""
     out = tmp_path / "v.mp4"
     argv, clips = [*asked, "--save_file", str(out)], out.with_suffix(".clips")
     with Ranks([{}], generate.main, argv) as killed:
@@ -66,8 +68,12 @@ def test_a_killed_run_is_resumed(asked: list[str], kept: Path, tmp_path: Path) -
         assert killed.wait_for_exit() == [-signal.SIGKILL]
     mtimes_before = {path.name: path.stat().st_mtime_ns for path in clips.glob("000[12].*")}
     assert len(mtimes_before) == 4 and not out.exists()
-    assert run_generate(*argv, "--save_latents") == 0
-    assert out.read_bytes() == kept.read_bytes()
+    copy = tmp_path / "copy.mp4"
+    with follow_file(out.with_suffix(".stream.mp4"), copy):
+        assert run_generate(*argv, "--save_latents", "--stream") == 0
+    assert out.read_bytes() == kept.read_bytes() and not out.with_suffix(".stream.mp4").exists()
+    frames, expected = (read_frames(path).astype(int) for path in (copy, out))
+    assert frames.shape == expected.shape and np.abs(frames - expected).mean() < 12  # noise
     mtimes_after = {path.name: path.stat().st_mtime_ns for path in clips.glob("000[12].*")}
     assert mtimes_after == mtimes_before  # the finished clips were not made again
 

@@ -33,7 +33,7 @@ LAYERS = (
     "metering testing",
     "app",
     "planner diffusers power serve",
-    "text2video image2video textimage2video speech2video animate animate2 vace",
+    "text2video image2video textimage2video speech2video animate animate2 vace causal",
     "cli",
     "__main__",
 )
@@ -446,6 +446,10 @@ REMOVES = {
         "temporary files of this run",
     ),
     "wan.app.output": ({"stale_file.unlink"}, "hidden files whose name has an ended process"),
+    "wan.media.video_writer": (
+        {"path.unlink", "self.path.unlink"},
+        "the stream of this run, whose name `check_run_outputs` has checked",
+    ),
     "wan.serve.ranks.group": ({"path.replace"}, "a log in the journal of the service"),
     "wan.serve.jobs.folders": ({"path.unlink"}, "files of a job, by the names of the service"),
 }

@@ -23,7 +23,7 @@ from wan.checkpoint.load import open_sources, read_headers
 from wan.checkpoint.lora.merge import merge_loras
 from wan.pipeline.batch import Batch, Job
 from wan.pipeline.denoise import DenoisingLoop, NeverCancelled, compute_model_kwargs
-from wan.pipeline.pipeline import Experts, LazyModule
+from wan.pipeline.pipeline import Experts, LazyModule, make_base_inputs
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
@@ -32,7 +32,6 @@ from wan.tasks.base import (
     NO_INPUTS,
     DenoiseInputs,
     VideoParams,
-    make_base_inputs,
     make_video_params,
 )
 from wan.utils import system

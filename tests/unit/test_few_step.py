@@ -16,11 +16,12 @@ from tests.pipelines import build_quick_pipeline, resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from wan.app.run import Run
 from wan.checkpoint.layout import inspect_checkpoint
+from wan.pipeline.pipeline import make_base_inputs
 from wan.pipeline.scheduler import make_solver
 from wan.settings import recipes
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
-from wan.tasks.base import VideoParams, make_base_inputs, make_video_params
+from wan.tasks.base import VideoParams, make_video_params
 
 
 def plan_run(arguments: str) -> Run:

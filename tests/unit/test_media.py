@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import struct
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +25,7 @@ from wan.media.video_reader import VideoFile
 from wan.settings.command import Output
 from wan.settings.errors import FileChangedError, InputError, WriteError
 from wan.tasks import animate, speech2video, vace
+from wan.utils.files import VIDEO_KIND, is_output
 
 COLOURS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [200, 120, 90]])
 FRAME_SELECTION = "lt(t,0.4)+not(mod(n,3))"  # frames: 30 a second at first, then 10
@@ -296,6 +299,38 @@ def test_pixels_are_truncated_as_officially() -> None:
     expected = torch.cat([levels, torch.tensor([0, 255])])
     pixels = video_writer.to_uint8(frame.expand(3, 1, 1, -1))
     assert torch.equal(pixels, expected.byte()[None, None, :, None].expand(1, 1, -1, 3))
+
+
+def test_a_stream_can_be_read_while_it_grows(tmp_path: Path) -> None:
+    """A copy of the file shows the frames so far; the newest one is stored with the next."""
+    width, shift = 96, torch.linspace(-1, 1, 33).view(33, 1, 1)
+    ramp = torch.linspace(-0.5, 0.5, width).expand(33, 64, width) + 0.5 * shift
+    video = torch.stack([ramp, -ramp, ramp.flip(2)])
+    expected = video_writer.to_uint8(video).numpy().astype(int)
+    output, copy = Output(tmp_path / "v.mp4", fps=16, stream=True), tmp_path / "copy.mp4"
+
+    def read_copy() -> np.ndarray:
+        shutil.copy(output.stream_path, copy)
+        return decode_frames(copy) if copy.stat().st_size > 2000 else np.empty(0)
+
+    with video_writer.open_stream(output, video_writer.DEFAULT_COMMENT) as stream:
+        assert stream is not None
+        stream.begin((33, 64, width))
+        num_written = 0
+        for block in video.split([9, 12, 12], dim=1):
+            stream.write_frames(block)
+            num_written += block.shape[1]
+            deadline = time.monotonic() + 60
+            while len(frames := read_copy()) < num_written - 1:
+                assert time.monotonic() < deadline, f"{len(frames)} of {num_written} frames"
+            assert np.abs(frames - expected[: len(frames)]).mean() < 2
+        assert is_output(output.stream_path, VIDEO_KIND)
+        stream.finish()
+        assert len(read_copy()) == 33
+        with output.stream_path.open("rb") as reader:  # does not see the frames of another attempt
+            stream.begin((33, 64, width))
+            assert not os.path.samestat(os.fstat(reader.fileno()), output.stream_path.stat())
+    assert [path.name for path in tmp_path.iterdir()] == ["copy.mp4"]
 
 
 def test_a_video_of_another_number_of_frames_is_an_error(tmp_path: Path, monkeypatch) -> None:

@@ -301,9 +301,9 @@ def test_reference_keys_are_in_host_memory_if_blocks_are_streamed() -> None:
     whole, streamed = (resolve_plan(*argv, "--offload_model", mode) for mode in ("false", "block"))
     for run, on_device in ((whole, kept), (streamed, kept * 3 // 40)):
         stages = estimate_run(run)
-        assert stages["denoising"]["reference K/V"] == on_device
-        assert "reference K/V" not in stages["decoding"]
+        assert stages["denoising"]["kept K/V"] == on_device
+        assert "kept K/V" not in stages["decoding"]
     planner = Planner(streamed.setup, streamed.params)
-    assert planner.compute_stage_memory()["denoising"]["reference K/V"] == on_device
+    assert planner.compute_stage_memory()["denoising"]["kept K/V"] == on_device
     blocks = planner.measure_forwards(streamed.setup.parallel)[0].size.weights.all_blocks
     assert planner.compute_host_bytes() == blocks + kept

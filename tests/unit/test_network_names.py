@@ -295,7 +295,7 @@ def test_pytorch_files_that_are_refused(folder: Path) -> None:
     tensors, messages = load_file(folder / f"{DIT}.safetensors"), {}
     (folder / f"{DIT}.safetensors").unlink()
     path = folder / "dit.pt"
-    torch.save({"generator": tensors, "generator_ema": tensors}, path)
+    torch.save({"generator": tensors, "ema": tensors}, path)
     messages["two sets"] = get_refusal(inspect_checkpoint, folder)
     path.write_bytes(path.read_bytes()[:-300])
     messages["truncated"] = get_refusal(inspect_checkpoint, folder)

@@ -15,10 +15,11 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from tests.pipelines import resolve_argv
 from tests.refusals import check_refusals, get_refusal
 from wan.media.video_writer import save_latents, save_preview, write_video
 from wan.settings.command import Output
-from wan.settings.errors import WriteError
+from wan.settings.errors import InputError, WriteError
 from wan.utils.files import (
     LATENTS_KIND,
     PREVIEW_KIND,
@@ -287,3 +288,20 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         )
     check_refusals("output files: folders that cannot be made", messages)
     assert sorted(tmp_path.iterdir()) == paths_before
+
+
+def test_a_stream_replaces_no_other_file(
+    tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a foreign file nor the source of the video, also if a killed run has left it."""
+    monkeypatch.chdir(tmp_path)
+    argv = ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*64", "--frame_num", "5"]
+    argv += ["--prompt", "x", "--save_file", "v.mp4", "--stream"]
+    Path("v.stream.mp4").write_text("precious")
+    with pytest.raises(InputError, match=r"v\.stream\.mp4 exists and is not a video of generate"):
+        resolve_argv(argv)
+    Path("v.stream.mp4").unlink()
+    write_video(torch.zeros(3, 5, 64, 64), Output(Path("v.stream.mp4"), fps=16))
+    resolve_argv(argv)
+    with pytest.raises(InputError, match=r"v\.stream\.mp4 would be replaced by an output"):
+        resolve_argv([*argv, "--src_video", "v.stream.mp4", "--strength", "0.5"])

@@ -40,6 +40,7 @@ from wan.media.video_writer import (
 )
 from wan.modules import clip
 from wan.pipeline.denoise import DenoisingLoop, StepPrediction
+from wan.pipeline.pipeline import make_base_inputs
 from wan.settings.command import Output
 from wan.settings.errors import InputError, NotFiniteError
 from wan.settings.noise_schedule import make_noise_schedule, select_expert
@@ -65,7 +66,7 @@ def prepare(
     r: VideoParams, image: Image.Image | None, encode, start: torch.Tensor | None = None
 ) -> DenoiseInputs:
     contexts = (torch.zeros(1, 4), torch.zeros(1, 4))
-    shared = base.make_base_inputs(r, contexts, torch.device("cpu"), start)
+    shared = make_base_inputs(r, contexts, torch.device("cpu"), start)
     encoders: Any = SimpleNamespace(encode_video=encode, torch_device=torch.device("cpu"))
     return r.task.make_denoise_inputs(r, shared, base.Inputs(image=image), encoders)
 

@@ -128,7 +128,9 @@ def test_the_shift_of_a_small_video(size: tuple[int, int], shift: float) -> None
     assert make_video_params(preset, {"size": size, "sample_shift": 7.0}, size).sample_shift == 7.0
 
 
-AT_ONCE = [task for task, preset in PRESETS.items() if preset.infer_frames is None]
+AT_ONCE = [  # not clip by clip, or in whole blocks
+    task for task, preset in PRESETS.items() if preset.infer_frames is None and not preset.keeps_kv
+]
 
 
 @settings(max_examples=30)
@@ -241,6 +243,7 @@ def test_lists_of_names() -> None:
 TWO, NPU, RAIN = ("--ulysses_size", "2"), ("--device", "npu"), ("--use_rainfusion",)
 EXTEND, S2V = ("--use_prompt_extend",), ("--task", "s2v-14B")
 VACE = ("--task", "vace-14B")
+CAUSAL = ("--task", "causal-1.3B")
 ANIMATE, I2V = ("--task", "animate-14B"), ("--task", "i2v-A14B")
 SOURCE = ("--src_video", str(Path(__file__).parents[2] / "examples/control/source.mp4"))
 CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
@@ -253,6 +256,9 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "num_clip": ("3", 3, S2V),
     "chain": ("latent", "latent", I2V),
     "clip_prompts": ("a dog", ("a dog",), I2V),
+    "num_frame_per_block": ("1", 1, CAUSAL),
+    "local_attn_size": ("12", 12, CAUSAL),
+    "sink_size": ("3", 3, CAUSAL),
     "start_from_ref": ("true", True, S2V),
     "refert_num": ("5", 5, ANIMATE),
     "replace_flag": ("true", True, ANIMATE),
@@ -319,6 +325,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "refine": ("true", True, SOURCE),
     "fps": ("5", 5.0, ()),
     "save_latents": ("steps", "steps", ()),
+    "stream": ("true", True, ()),
     "trace": ("/tmp/trace", Path("/tmp/trace"), ()),
     "trace_steps": ("0-2,5", (0, 1, 2, 5), ("--trace", "/tmp/trace")),
     "trace_kernels": ("true", True, ("--trace", "/tmp/trace")),

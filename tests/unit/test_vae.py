@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from wan.modules.vae.network import VERSIONS, Autoencoder
 from wan.modules.vae.video_vae import (
     LATENT_STATISTICS,
     FrameCollector,
+    LatentBlocks,
     VideoVAE,
     build_published_vae,
 )
@@ -119,6 +121,68 @@ def test_the_first_latent_frame_alone_is_decoded_to_the_first_frame(pair, versio
     for window in (1, 2):
         frames = vae.decode(latents[:, :window])
         assert torch.equal(frames, video[:, : frames.shape[1]])
+
+
+@pytest.mark.parametrize(
+    ("version", "dtype"),
+    [("2.1", torch.float32), ("2.1", torch.bfloat16), ("2.2", torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.usefixtures("one_thread")
+def test_blocks_are_decoded_as_the_whole_video(pair, version: str, dtype: torch.dtype) -> None:
+    """Bit for bit."""
+    vae = VideoVAE(pair(version)[1].to(dtype))
+    shape = vae.mean.shape[1], 6, 2, 2
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    expected = vae.decode(latents)
+    for sizes in ((3, 3), (1, 4, 1)):
+        collector = FrameCollector(vae.device)
+        vae.stream(LatentBlocks(shape, latents.split(sizes, dim=1)), collector)
+        assert torch.equal(collector.video, expected), sizes
+
+
+def test_a_block_is_converted_as_in_the_whole_video(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit where PyTorch selects another algorithm for a block by itself, with threads."""
+    vae = pair("2.2")[1]
+    monkeypatch.setattr(vae.decoder, "forward", lambda z, _: z)
+    z = torch.randn(1, 48, 9, 48, 2, generator=torch.Generator().manual_seed(1))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = vae.post_quant_conv(z)
+        converted = torch.cat([*vae.decode_blocks(z.split(3, dim=2), 9)], dim=2)
+        alone = torch.cat([vae.post_quant_conv(block) for block in z.split(3, dim=2)], dim=2)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert torch.equal(converted, expected) and not torch.equal(alone, expected)
+
+
+def test_blocks_are_decoded_again() -> None:
+    """After a lack of memory the kept blocks are decoded first; the loop yields each block once.
+
+    A loop that fails, or yields too few blocks, ends decoding with its error.
+    """
+    blocks = torch.arange(12.0).view(1, 6, 1, 2).split(2, dim=1)
+    num_yielded = 0
+
+    def denoise(num_blocks: int) -> Iterator[Tensor]:
+        nonlocal num_yielded
+        for block in blocks[:num_blocks]:
+            num_yielded += 1
+            yield block
+        if num_blocks == 2:
+            raise MemoryError("no room")
+
+    latents = LatentBlocks((1, 6, 1, 2), denoise(3))
+    assert torch.equal(next(iter(latents)), blocks[0]) and num_yielded == 1
+    assert torch.equal(latents.join(), torch.cat(blocks, dim=1)) and num_yielded == 3
+    assert len([*latents]) == 3 == num_yielded
+    failing = LatentBlocks((1, 6, 1, 2), denoise(2))
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no room"):
+            failing.join()
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        LatentBlocks((1, 6, 1, 2), denoise(1)).join()
 
 
 def test_rows_that_make_no_latent_are_left_out(pair) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from wan.utils.log import logger
 from wan.utils.version import __version__
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from wan.tasks.base import Clip
@@ -162,9 +163,13 @@ class ClipFiles:
         size = run.params.video_size
         with video_writer.open_mp4_encoder(run.output, move_into_place, comment) as encoder:
             encoder.begin((run.params.num_frames, *size[::-1]))
-            for path in paths:
-                for frame in decode_frames(path, size):
-                    encoder.write_rgb_frame(frame)
+            for frame in self.iter_frames(num_clips):
+                encoder.write_rgb_frame(frame)
+
+    def iter_frames(self, num_clips: int) -> Iterator[np.ndarray]:
+        """Yields the frames [H,W,3] uint8 of the first `num_clips` clips, which are stored."""
+        for index in range(num_clips):
+            yield from decode_frames(self._clip_path(index), self._run.params.video_size)
 
     def remove_clips(self) -> None:
         """Removes the clips, and the folder if it is then empty."""

@@ -63,7 +63,10 @@ def refuse_unusable_paths() -> Iterator[None]:
 
 @contextmanager
 def raise_on_sigterm() -> Iterator[None]:
-    """Makes SIGTERM raise `Terminated` inside the block, if it runs in the main thread."""
+    """Makes SIGTERM raise `Terminated` inside the block, if it runs in the main thread.
+
+    SIGINT raises KeyboardInterrupt: a rank that torchrun has forked has torchrun's handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -71,11 +74,14 @@ def raise_on_sigterm() -> Iterator[None]:
     def terminate(_: int, __: FrameType | None) -> NoReturn:
         raise Terminated
 
-    previous_handler = signal.signal(signal.SIGTERM, terminate)
+    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, terminate)}
+    if callable(signal.getsignal(signal.SIGINT)):  # else the starting program ignores it
+        previous[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous_handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from wan.distributed.mesh import ParallelGroups
+    from wan.media.video_writer import Mp4Encoder
     from wan.metering.meter import PowerMeasurement, VideoMeter
+    from wan.modules.vae.video_vae import LatentBlocks, Sink
     from wan.pipeline.pipeline import Pipeline
     from wan.tasks.base import Inputs
 
@@ -76,6 +78,7 @@ class VideoJob:
         self.latents_file, self.is_main_only = run.decode_latents, False
         self._is_main = groups is None or groups.is_main
         self._old_file_identity = _read_file_identity(run.output.save_file)
+        self._stream: Mp4Encoder | None = None
 
     def make(self, denoise: Callable[[], Tensor] | None = None) -> None:
         """Generates the video and its record.
@@ -93,16 +96,39 @@ class VideoJob:
             meter_context = VideoMeter(pipeline.device, stages)
         if run.decode_latents is None:
             logger.info("Prompt: %s", log.format_prompt(run.params.prompt))
-        with meter_context as video_meter:
+        with meter_context as video_meter, self._open_stream():
             if run.decode_latents is not None:
                 latents = video_writer.load_latents(run.decode_latents)
             elif run.params.has_clips:
                 self._generate_clips(video_meter)
                 return
+            elif run.output.stream and run.params.task.makes_blocks:
+                blocks = self._pipeline.generate_blocks(run.params, self.make_inputs())
+                with self._record_trace():
+                    self._write_video(blocks, video_meter)
+                return
             else:
                 with self._record_trace():
                     latents = self._denoise() if denoise is None else denoise()
             self._write_video(latents, video_meter)
+
+    @contextmanager
+    def _open_stream(self) -> Iterator[None]:
+        """Opens the mp4 of `stream` on the main rank, and removes it in the end."""
+        if not self._is_main:
+            yield
+            return
+        with video_writer.open_stream(self.run.output, make_mp4_comment(self.run)) as self._stream:
+            yield
+
+    def _finish_stream(self) -> None:
+        """Completes the mp4 of `stream`; logs an error if that fails."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.finish()
+        except OSError as error:
+            logger.error("The stream is not complete (%s).", error.strerror or error)
 
     def make_inputs(self) -> Inputs:
         """Returns the pipeline's inputs, with what writes previews and saves each step."""
@@ -214,8 +240,13 @@ class VideoJob:
             quoted_folder = shlex.quote(str(folder))
             logger.info("Trace: %s  (python -m wan.power report %s)", folder, quoted_folder)
 
-    def _write_video(self, latents: Tensor, meter: VideoMeter | None) -> None:
-        """Decodes the latents; on the main rank writes the video and its record, logs a summary."""
+    def _write_video(self, latents: Tensor | LatentBlocks, meter: VideoMeter | None) -> None:
+        """Decodes the latents; on the main rank writes the video and its record, logs a summary.
+
+        latents: Those of the video, or blocks that are denoised while earlier ones are decoded.
+        """
+        from wan.modules.vae.video_vae import LatentBlocks
+
         release_other_ranks = partial(self._release_other_ranks, meter)
         if not self._is_main:
             self._pipeline.decode_to_sink(latents, NullSink(), release_other_ranks)
@@ -227,8 +258,12 @@ class VideoJob:
             self._pipeline.stage_timer("writing"),
             file as encoder,
         ):
-            self._pipeline.decode_to_sink(latents, encoder, release_other_ranks)
+            sinks = [encoder] if self._stream is None else [self._stream, encoder]
+            self._pipeline.decode_to_sink(latents, JointSink(sinks), release_other_ranks)
+            self._finish_stream()
             power = None if meter is None else meter.stop()
+        if isinstance(latents, LatentBlocks) and self.run.output.save_latents:
+            self.save_denoised_latents(latents.join())
         if self.run.decode_latents is None:
             self._move_or_remove_latents()
         self._finish_run(encoder.size, power)
@@ -253,6 +288,10 @@ class VideoJob:
             num_done, clip_state = self._groups.broadcast_object_from_rank0((num_done, clip_state))
         if num_done:
             logger.info("%d of %d clips are in %s.", num_done, num_clips, files.folder)
+        if self._stream is not None:
+            self._stream.begin((params.num_frames, *params.video_size[::-1]))
+            for frame in files.iter_frames(num_done):
+                self._stream.write_rgb_frame(frame)
         inputs = replace(self.make_inputs(), num_clips_done=num_done, clip_state=clip_state)
         clip_iterator = clips.generate_clips(self._pipeline, params, inputs)
         for index in range(num_done, num_clips):
@@ -272,11 +311,14 @@ class VideoJob:
                     raise
             if self._is_main:
                 with self._writing():
+                    if self._stream is not None and clip.frames is not None:
+                        self._stream.write_frames(clip.frames)
                     files.write_clip(index, clip)
             del clip  # before the next one is made
         self._release_other_ranks(meter)
         if not self._is_main:
             return
+        self._finish_stream()
         with self._writing():
             files.write_video(self._finish_file, make_mp4_comment(self.run))
         if not run.output.save_latents:
@@ -347,6 +389,21 @@ class VideoJob:
             path.unlink(missing_ok=True)
         except OSError as error:
             logger.error("The latents are still in %s (%s).", path, error.strerror or error)
+
+
+class JointSink:
+    """A `wan.modules.vae.video_vae.Sink` that passes the frames to several sinks."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+
+    def begin(self, size: tuple[int, int, int]) -> None:
+        for sink in self._sinks:
+            sink.begin(size)
+
+    def write_frames(self, frames_3FHW: Tensor) -> None:
+        for sink in self._sinks:
+            sink.write_frames(frames_3FHW)
 
 
 class NullSink:

@@ -68,13 +68,15 @@ def generate_videos(run: Run, groups: ParallelGroups | None = None) -> int:
     Returns:
         The exit code: 1 if a line of a prompt file failed, else 0.
     """
+    log.set_level(run.output.log_level)
+    if groups is None:  # ranks have said it before they met
+        _log_start(run.settings["task"])
+    for notice in run.notices:
+        logger.warning(env.make_flag_naming().render(notice))
     load_torch()
     from wan import device as devices
     from wan.pipeline import build
 
-    log.set_level(run.output.log_level)
-    for notice in run.notices:
-        logger.warning(env.make_flag_naming().render(notice))
     device = devices.select_device(run.setup.execution.device) if groups is None else groups.device
     pipeline = build.build_pipeline(run.setup, device, groups)
     if not run.lines:
@@ -108,6 +110,7 @@ def _execute_on_ranks(
     program: str,
 ) -> int:
     """Executes a run on this rank, if all ranks have resolved the same one."""
+    _log_start(f"{env.world_size()} ranks")
     load_torch()
     from wan import device as devices
     from wan.distributed import rendezvous
@@ -129,3 +132,8 @@ def _execute_on_ranks(
 
     notify = partial(failures.print_error, command=program)
     return rendezvous.run_ranks(prepare, execute, failures.describe_error, notify)
+
+
+def _log_start(subject: str) -> None:
+    """Logs what is started: importing PyTorch is the longest part of the start of a small video."""
+    logger.info("Starting %s: PyTorch is imported.", subject)

@@ -83,13 +83,13 @@ def make_length_notices(setup: Setup, params: VideoParams) -> tuple[str, ...]:
     """Returns a notice if a video, or its clips, are longer than those of the training.
 
     The published default is the length on which the networks were trained, unless a checkpoint's
-    generation_config.json has a larger one.
+    generation_config.json has a larger one. A causal network generates videos of any length.
     """
     name = "frame_num" if params.preset.infer_frames is None else "infer_frames"
     frames, longest = getattr(params, name), getattr(params.preset, name)
     if (folder := setup.checkpoint.folder) is not None:
         longest = max(longest, read_generation_config(folder).values.get(name, 0))
-    if frames <= longest:
+    if frames <= longest or params.preset.keeps_kv:
         return ()
     unit = "frames a clip" if params.has_clips else "frames"
     return (

@@ -88,6 +88,8 @@ def check_run_outputs(run: Run) -> None:
         )
     if run.params.preview:
         check_output(output.preview_path, PREVIEW_KIND, "`preview`")
+    if output.stream:
+        check_output(output.stream_path, VIDEO_KIND, "`stream`")
     if run.params.has_clips:
         check_output_folder(output.clips_dir, CLIP_KINDS, "`save_file`")
     replaced_file = find_replaced_input(run, index_input_files(run.input_files))
@@ -119,6 +121,8 @@ def find_replaced_input(run: Run, input_files: Mapping[FileId, InputFile]) -> In
         outputs += [output.latents_path, output.steps_dir]
     if run.params.preview:
         outputs.append(output.preview_path)
+    if output.stream:
+        outputs.append(output.stream_path)
     if run.params.has_clips:
         outputs.append(output.clips_dir)
     for path in outputs:

@@ -157,12 +157,9 @@ class Generator:
             presets = [PRESETS[name] for name in TASKS_OF_KIND[self.kind]]
             checkpoint = _inspect_checkpoint_dir(checkpoint_dir, options.files, tuple(presets))
             checkpoint = _apply_config_files(checkpoint, self.config, options.files)
-            structure = checkpoint.experts.keys(), checkpoint.num_clip_vision_images
-            matching = [
-                candidate
-                for candidate in presets
-                if ({*candidate.experts}, candidate.num_clip_vision_images) == structure
-            ]
+            in_dim, num_images = checkpoint.config["in_dim"], checkpoint.num_clip_vision_images
+            structure = checkpoint.experts.keys(), num_images, in_dim
+            matching = [x for x in presets if _get_structure(x) == structure]
             self._preset = (matching or presets[:1])[-1]  # of Wan2.1's t2v networks, the larger one
             check_task(checkpoint, self._preset)
             _warn_of_other_task(self.config, self._preset)
@@ -463,6 +460,11 @@ def _find_config(config: Any) -> Any:
             f"({', '.join(WAN_CONFIGS)})."
         )
     return config
+
+
+def _get_structure(preset: Preset) -> tuple[set[str], int, int]:
+    """Returns the experts, the images that CLIP encodes, and the input channels of a task."""
+    return {*preset.experts}, preset.num_clip_vision_images, preset.in_dim
 
 
 def _warn_of_other_task(config: Any, preset: Preset) -> None:

@@ -35,9 +35,12 @@ NETWORK_KEYS = {
 KINDS = {
     preset.in_dim: preset.kind
     for preset in PRESETS.values()
-    if preset.kind not in (*NETWORK_KEYS, "animate2")
+    if preset.kind not in (*NETWORK_KEYS, "animate2", "causal")
 }
-"""Input channels of the patch embedding -> kind of the other networks."""
+"""Input channels of the patch embedding -> kind of the other networks.
+
+Causal networks have the tensors of t2v's and ti2v's.
+"""
 # Animate-2's networks have the tensors of i2v's: official files nest those of the blocks, those of
 # diffusers have other names, and those of other programs are recognized by the file's name.
 _match_animate2_tensor = re.compile(r".*\bblocks\.0\.(?:block|self_attn\.to_q)\.").match

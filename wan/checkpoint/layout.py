@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from wan.checkpoint.causal_student import is_causal_student
 from wan.checkpoint.config import (
     DIFFUSERS_FOLDERS,
     KINDS,
@@ -246,6 +247,9 @@ def inspect_checkpoint(
                 else _find_official_file(folder, stem)
             )
             components[component] = standard_path or _find_component(finder, component, preset)
+    if is_causal_student(first_dit.config, first_dit.tensors, presets):
+        config: DitConfig = {**first_dit.config, "model_type": "causal"}
+        kind, experts = "causal", {"dit": replace(first_dit, config=config)}
     return Checkpoint(
         folder=folder,
         folder_format="diffusers" if diffusers else "official",
@@ -410,6 +414,9 @@ def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
         if has_second and "dit" in checkpoint.experts:
             actual = f"{actual} (boundary_ratio is null in {PIPELINE_INDEX})"
         expected = describe_networks(preset.kind, preset.experts)
+    elif checkpoint.config["in_dim"] != preset.in_dim:
+        actual = f"a network of {checkpoint.config['in_dim']} input channels"
+        expected = f"one of {preset.in_dim}"
     elif checkpoint.num_clip_vision_images != preset.num_clip_vision_images:
         actual = f"a network for {checkpoint.num_clip_vision_images} CLIP-encoded image(s)"
         expected = f"one for {preset.num_clip_vision_images}"

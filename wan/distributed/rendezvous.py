@@ -298,8 +298,8 @@ def _end_process(
         signal.signal(signum, signal.SIG_IGN)  # torchrun ends the others as soon as one has ended
     try:
         sentence = describe(error)
-        # SIGTERM of torchrun and errors of collectives may be caused by another rank.
-        timeout = 1.0 if isinstance(error, Terminated) else 0
+        # Signals of torchrun or its end and errors of collectives may be caused by others.
+        timeout = 2.0 if isinstance(error, Terminated | KeyboardInterrupt) else 0
         if sentence is None and isinstance(error, RuntimeError):
             timeout = _LOSS_DELAY
         loss = watchdog.describe_loss(timeout)

@@ -53,9 +53,17 @@ def build_concat_args() -> list[str]:
     return [*whitelists, "-f", "concat", "-safe", "0", "-i", "pipe:0"]
 
 
-def build_output_args(path: Path) -> list[str]:
-    """Builds the arguments of an mp4 output with its index at the start; overwrites the file."""
-    return ["-movflags", "+faststart", "-f", "mp4", "-y", _make_file_url(path)]
+def build_output_args(path: Path, *, fragmented: bool = False) -> list[str]:
+    """Builds the arguments of an mp4 output with its index at the start; overwrites the file.
+
+    fragmented: Each frame is a fragment, which is written at once when the next frame has come, so
+        that the file can be read while it grows.
+    """
+    flags = ["-movflags", "+faststart"]
+    if fragmented:
+        fragment_flags = "+frag_every_frame+empty_moov+default_base_moof"
+        flags = ["-flush_packets", "1", "-movflags", fragment_flags]
+    return [*flags, "-f", "mp4", "-y", _make_file_url(path)]
 
 
 def run_ffmpeg(

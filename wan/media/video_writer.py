@@ -39,8 +39,10 @@ from wan.utils.files import (
     PREVIEW_MARKER,
     VIDEO_KIND,
     check_output,
+    create_file,
     write_output,
 )
+from wan.utils.log import logger
 from wan.utils.version import __version__
 
 if TYPE_CHECKING:
@@ -64,7 +66,14 @@ class Mp4Encoder:
         size: Frames, height and width.
     """
 
-    def __init__(self, path: Path, output: Output, comment: str, lossless: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        output: Output,
+        comment: str,
+        lossless: bool = False,
+        is_stream: bool = False,
+    ) -> None:
         """Creates an encoder; ffmpeg is started by `begin`.
 
         Args:
@@ -72,9 +81,11 @@ class Mp4Encoder:
             output: Frame rate, and the final path `save_file` for messages.
             comment: The mp4's tag "comment", a JSON object that begins like `DEFAULT_COMMENT`.
             lossless: Store the RGB values exactly (libx264rgb).
+            is_stream: Encode each frame at once, into a fragment of its own; frames are not
+                counted in the end.
         """
         self.path, self._output, self._comment = path, output, comment
-        self._lossless = lossless
+        self._lossless, self._is_stream = lossless, is_stream
         self.size = (0, 0, 0)
         self._process: Popen[bytes] | None = None
         self._frame_queue: queue.Queue[bytes | None] = queue.Queue(_MAX_QUEUED_FRAMES)
@@ -87,13 +98,18 @@ class Mp4Encoder:
         _, height, width = size
         rate = str(Fraction(self._output.fps).limit_denominator())
         raw_args = ["-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24", "-r", rate]
-        codec_args = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10"]
+        quality_args = _STREAM_ARGS if self._is_stream else ["-crf", "10"]
+        codec_args = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", *quality_args]
         codec_args += _build_color_args(height)
         if self._lossless:
             codec_args = ["-an", "-vcodec", "libx264rgb", "-preset", "veryfast", "-qp", "0"]
         codec_args += ["-metadata", f"comment={self._comment[:30_000]}"]  # argument limit: 128 kB
-        args = [*raw_args, "-i", "-", *codec_args, *build_output_args(self.path)]
+        output_args = build_output_args(self.path, fragmented=self._is_stream)
+        args = [*raw_args, "-i", "-", *codec_args, *output_args]
         with wrap_write_errors(self._output.save_file):
+            if self._is_stream:  # a new file, so that no reader goes on with other frames
+                self.path.unlink(missing_ok=True)
+                create_file(self.path)
             self._process = start_ffmpeg(args, writes=True)
         self._thread = threading.Thread(target=self._feed, args=(self._process,), daemon=True)
         self._thread.start()
@@ -126,6 +142,8 @@ class Mp4Encoder:
         if code > 0:
             first_line = stderr.decode(errors="replace").strip().partition("\n")[0]
             raise OSError(f"the encoder failed: {first_line.rpartition('] ')[2] or f'code {code}'}")
+        if self._is_stream:
+            return
         num_written, num_expected = count_stored_frames(self.path), self.size[0]
         if num_written != num_expected or not num_expected:
             raise OSError(f"the encoder kept {num_written} of {num_expected} frames")
@@ -151,6 +169,8 @@ class Mp4Encoder:
 
 
 _MAX_QUEUED_FRAMES = 8
+_STREAM_ARGS = ["-preset", "superfast", "-tune", "zerolatency", "-crf", "18", "-g", "12"]
+"""x264 without lookahead; a key frame for each 12 frames, as of a block of 3 latent frames."""
 DEFAULT_COMMENT = json.dumps({"wan": __version__})
 """Comment of an mp4 without settings; `wan.utils.files.VIDEO_KIND` recognizes an output by it."""
 
@@ -190,6 +210,27 @@ def open_mp4_encoder(
             raise
         with wrap_write_errors(output.save_file):
             raise
+
+
+@contextmanager
+def open_stream(output: Output, comment: str) -> Iterator[Mp4Encoder | None]:
+    """Yields the encoder of the mp4 that can be played while it grows; None without `stream`.
+
+    The frames are encoded once more, without the delay of the video's encoder, so that the video
+    has the same bytes with and without a stream. The stream is removed on exit.
+    """
+    if not output.stream:
+        yield None
+        return
+    path = output.stream_path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    encoder = Mp4Encoder(path, output, comment, is_stream=True)
+    logger.info("Stream, which can be played while it grows: %s", output.stream_path)
+    try:
+        yield encoder
+    finally:
+        encoder.stop()
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from wan.distributed.ulysses import (
 from wan.kernels.forward_context import StepInfo
 from wan.kernels.interfaces import QKV, AttendRows, AttentionBackend, AttentionInput, Kernel
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.reference_kv import LayerReference
+from wan.modules.interfaces import LayerKeys
 from wan.settings import attention_modes
 from wan.settings.attention_modes import Range
 from wan.settings.parallel import EXCHANGES
@@ -78,7 +78,7 @@ class _Call:
     Attributes:
         shape: [B,s,N,D] of the result.
         backend: None: the dense kernel.
-        reference: Further keys, of Animate-2.
+        reference: Further keys.
         buffer: Send buffer into which q, k and v are written; None: they are kept as tensors.
         unsent: q, k and v of the chunks that have not been sent.
         last_result: All-to-all of the last chunk whose result has been written.
@@ -92,7 +92,7 @@ class _Call:
     chunks: list[_HeadChunk]
     valid_len: int | None
     backend: AttentionBackend | None
-    reference: LayerReference | None = None
+    reference: LayerKeys | None = None
     buffer: PackedBuffer | None = None
     qkv: dict[int, Tensor] = field(default_factory=dict)
     unsent: dict[int, ChunkQKV] = field(default_factory=dict)
@@ -210,7 +210,7 @@ class FAPowerCapAttention:
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
-        reference: LayerReference | None = None,
+        reference: LayerKeys | None = None,
     ) -> _Call:
         """Starts a call whose q, k and v are written one after the other.
 
@@ -222,18 +222,17 @@ class FAPowerCapAttention:
             num_heads: N.
             valid_len: As in `__call__`.
             step: As in `__call__`.
-            reference: Further keys, of Animate-2; ValueError if a backend applies to the call, or
-                the kernel returns no log-sum-exp.
+            reference: Further keys; ValueError if a backend applies to the call, or the kernel
+                returns no log-sum-exp and they need it.
         """
         batch, num_tokens, channels = x_BsC.shape
         width = channels // num_heads
         call = self._make_call((batch, num_tokens, num_heads, width), x_BsC, valid_len, step)
         call.reference = reference
-        if reference is not None and (call.backend or not self.kernel.can_return_lse):
+        is_complete = self.kernel.can_return_lse or not (reference and reference.needs_lse)
+        if reference is not None and (call.backend or not is_complete):
             name = (call.backend or self.kernel).name
-            raise ValueError(
-                f"{name} returns no log-sum-exp, which attention to Animate-2's reference needs."
-            )
+            raise ValueError(f"{name} cannot attend to further keys (no log-sum-exp).")
         quantizes = call.backend is not None and call.backend.quantizes_before_exchange
         needs_tensors = quantizes or torch.compiler.is_compiling() or torch.is_grad_enabled()
         if self.exchange == "fused" and self.ulysses_size > 1 and not needs_tensors:
@@ -486,7 +485,7 @@ class FAPowerCapAttention:
 
     def _attend_with_reference(
         self,
-        reference: LayerReference,
+        reference: LayerKeys,
         chunk: _HeadChunk,
         qkv: QKV,
         query_blocks: list[Range],

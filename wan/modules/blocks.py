@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from wan.kernels.forward_context import StepInfo
 from wan.modules.fused_ops import BlockOps, WriteTokens
-from wan.modules.interfaces import ModelComponents
+from wan.modules.interfaces import FurtherKeys, ModelComponents
 from wan.modules.lora_branch import add_lora_branches
-from wan.modules.reference_kv import ReferencePass
 from wan.modules.rope import RopeTable
 from wan.modules.text_kv_cache import ContextKV
 from wan.utils import trace
@@ -56,7 +55,7 @@ class SharedInputs:
         rope: Rows of the RoPE table of this rank's tokens.
         valid_len: Number of real tokens in the global sequence.
         step: Sampling step, expert and branch, for attention layers and caches.
-        reference: Further keys of self-attention, of Animate-2.
+        reference: Further keys of self-attention.
         second_text: [B,T,C], embedded second text, for guidance in cross-attention.
     """
 
@@ -64,7 +63,7 @@ class SharedInputs:
     rope: RopeTable
     valid_len: int
     step: StepInfo | None = None
-    reference: ReferencePass | None = None
+    reference: FurtherKeys | None = None
     second_text: Tensor | None = None
 
 

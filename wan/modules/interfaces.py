@@ -5,7 +5,7 @@ Legend: B batch, S all tokens, L this rank's tokens, N heads, D head size, C cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -18,9 +18,61 @@ from wan.kernels.interfaces import Kernel
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.fused_ops import BlockOps
 from wan.modules.lockstep import BlockIterator
-from wan.modules.reference_kv import LayerReference
 from wan.settings.attention_modes import Grid
 from wan.utils import trace
+from wan.utils.partial_attention import KvBlock
+
+
+class LayerKeys(Protocol):
+    """Keys other than those of its own tokens, in one call of self-attention."""
+
+    @property
+    def needs_lse(self) -> bool:
+        """Whether `attend` takes kernels that return the log-sum-exp only."""
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the call only records its keys, and attends to no others."""
+
+    def record(
+        self, chunk: int, k_1SND: Tensor, v_1SND: Tensor, ring: tuple[int, int] = (0, 1)
+    ) -> None:
+        """Keeps the keys and values of a head chunk. ring: this rank's index, and its size."""
+
+    def attend(
+        self,
+        kernel: Kernel,
+        q_blocks: Sequence[tuple[int, Tensor]],
+        kv_blocks: Iterable[KvBlock],
+        valid_rows: Sequence[int],
+        chunk: int = 0,
+        device_type: str | None = None,
+    ) -> list[Tensor]:
+        """Computes attention of each query block to the call's keys and to the others.
+
+        Args:
+            q_blocks: Global index of the first row, and [1,S,N,D].
+            kv_blocks: Those of the ring, or a single one; all are consumed.
+            valid_rows: Rows without padding of each owner of a block.
+            chunk: The head chunk.
+            device_type: As in `LseMerger`.
+        """
+
+
+class FurtherKeys(Protocol):
+    """Keys other than those of its own tokens, in a forward pass.
+
+    They are those of a reference video (`wan.modules.reference_kv`), or of earlier frames
+    (`wan.modules.kv_cache`).
+
+    Attributes:
+        layers: The layers that run, in this order.
+    """
+
+    @property
+    def layers(self) -> Sequence[int]: ...
+
+    def get_layer(self, layer: int) -> LayerKeys: ...
 
 
 class AttentionCall(Protocol):
@@ -50,11 +102,11 @@ class SelfAttention(Protocol):
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
-        reference: LayerReference | None = None,
+        reference: LayerKeys | None = None,
     ) -> AttentionCall:
         """Starts a call for q, k and v with the tokens, dtype and device of x.
 
-        reference: Further keys, of Animate-2.
+        reference: Further keys.
         """
 
 
@@ -125,7 +177,7 @@ class SingleDeviceAttention:
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
-        reference: LayerReference | None = None,
+        reference: LayerKeys | None = None,
     ) -> TensorCall:
         attend = self if reference is None else partial(self, reference=reference)
         return TensorCall(partial(attend, valid_len=valid_len, step=step))
@@ -139,7 +191,7 @@ class SingleDeviceAttention:
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
-        reference: LayerReference | None = None,
+        reference: LayerKeys | None = None,
     ) -> Tensor:
         """Computes attention to the first `valid_len` keys; `step` is ignored."""
         k_BLND, v_BLND = k_BLND[:, :valid_len], v_BLND[:, :valid_len]

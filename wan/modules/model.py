@@ -30,7 +30,7 @@ from wan.modules.blocks import (
     WanAttentionBlock,
     fp32_linear,
 )
-from wan.modules.interfaces import ModelComponents
+from wan.modules.interfaces import FurtherKeys, ModelComponents
 from wan.modules.lockstep import (
     BlockIterator,
     HoldWeights,
@@ -40,7 +40,6 @@ from wan.modules.lockstep import (
 )
 from wan.modules.lora_branch import add_lora_branches
 from wan.modules.pretrained import PretrainedNetwork
-from wan.modules.reference_kv import ReferencePass
 from wan.modules.rope import RopeCache, RopeTable
 from wan.modules.rope import rope_apply as rope_apply
 from wan.modules.rope import rope_params as rope_params
@@ -83,7 +82,7 @@ class StreamConditioning:
         after_block: Layer -> hook that updates the residual stream after its block.
         before_blocks: Hook that receives the residual stream before block 0; not called in steps in
             which the step cache skips block 0.
-        reference: Further keys of self-attention, and the layers that run, of Animate-2.
+        reference: Further keys of self-attention, and the layers that run.
     """
 
     rope: RopeTable
@@ -94,7 +93,7 @@ class StreamConditioning:
     extra_tokens: Tensor | None = None
     after_block: Mapping[int, AfterBlock] = field(default_factory=dict)
     before_blocks: Callable[[Tensor], None] | None = None
-    reference: ReferencePass | None = None
+    reference: FurtherKeys | None = None
 
     @property
     def local_video_tokens(self) -> slice:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -244,6 +245,7 @@ class LayerReference:
     reference_pass: ReferencePass
     layer: int
     chunks: dict[int, ChunkKV]
+    needs_lse: ClassVar[bool] = True
 
     @property
     def is_recording(self) -> bool:

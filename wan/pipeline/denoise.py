@@ -55,13 +55,16 @@ def run_both_branches(predict_branch: Callable[[str], Tensor]) -> tuple[Tensor, 
 
 
 class CancellationPoint(Protocol):
-    """Lets a video be cancelled between two steps, on all ranks at once."""
+    """Lets a video be cancelled between two steps, or blocks that are decoded, on all ranks."""
 
     def check(self, num_steps_done: int, num_steps: int) -> None:
         """Raises an error if the video is cancelled.
 
         Every rank calls this before each step and after the last one.
         """
+
+    def raise_if_cancelled(self) -> None:
+        """Raises an error if the video is cancelled; every rank calls this between two blocks."""
 
     def local_section(self) -> AbstractContextManager[None]:
         """Wraps a part of a step without communication; an error in it reaches all ranks."""
@@ -71,6 +74,8 @@ class NeverCancelled:
     """Implements `CancellationPoint`; never cancels."""
 
     def check(self, num_steps_done: int, num_steps: int) -> None: ...
+
+    def raise_if_cancelled(self) -> None: ...
 
     def local_section(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -58,7 +58,7 @@ class NetworkSize:
     Attributes:
         cached: State that is kept between forwards (text K/V, step cache, masks).
         activations: Everything else at the peak of a forward.
-        per_clip: State that is kept between the forwards of a clip (reference K/V), of all layers.
+        per_clip: State that is kept between the forwards of a clip (kept K/V), of all layers.
     """
 
     weights: WeightBytes
@@ -287,11 +287,11 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
     """
     config, execution, parallel = setup.checkpoint.config, setup.execution, setup.parallel
     c, f, num_control = config["dim"], config["ffn_dim"], setup.checkpoint.num_control_blocks
-    e, has_reference = _ITEMSIZE[execution.get_dit_precision(device)], setup.preset.has_reference_kv
+    e = _ITEMSIZE[execution.get_dit_precision(device)]
     num_texts = count_branches(params, parallel) + (params.nag_scale is not None)
     text_bytes = num_texts * config["text_len"] * c * e
-    reference_tokens = prod(params.grid) - prod(params.grid[1:]) if has_reference else 0
-    reference_bytes = config["num_layers"] * 2 * reference_tokens * c * e // parallel.sequence_size
+    kept_tokens = params.task.count_kept_latents(params) * prod(params.grid[1:])
+    kept_bytes = config["num_layers"] * 2 * kept_tokens * c * e // parallel.sequence_size
     tokens = -(-params.max_clip_tokens // parallel.sequence_size)
     num_streams = 2 if num_control else 1  # the video stream and the control stream
     num_streams *= 1 + runs_in_lockstep(setup, params, device)
@@ -308,7 +308,7 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
         weights,
         cached=Usage({"text": text_bytes, "text K/V": 2 * num_layers * text_bytes}),
         activations=Usage({"activations": activations, "gathered weights": gathered_bytes}),
-        per_clip=Usage({"reference K/V": reference_bytes}),
+        per_clip=Usage({"kept K/V": kept_bytes}),
     )
 
 
@@ -320,6 +320,7 @@ def count_reference_layers(setup: Setup, device: str) -> int:
     """
     num_layers: int = setup.checkpoint.config["num_layers"]
     is_streamed = setup.execution.offload_model == "block" and device != "cpu"
+    is_streamed = is_streamed and setup.preset.has_reference_kv
     return min(3, num_layers) if is_streamed else num_layers
 
 
@@ -402,10 +403,15 @@ def _find_memory_refusal(
     if need <= free:
         return None
     owner = "this machine has" if device == "cpu" else "a GPU has"
-    why = f"needs at least {need / 1e9:.1f} GB ({stage}), and {owner} {free / 1e9:.1f} GB free"
+    why, smaller = f"needs at least {need / 1e9:.1f} GB ({stage})", "`size` or `frame_num`"
+    if setup.preset.keeps_kv and stage == "denoising":
+        kept_bytes = _estimate_dit(setup, params, device).per_clip["kept K/V"]
+        why += f", {kept_bytes / 1e9:.1f} GB of it for kept keys and values"
+        smaller = "`size` or `local_attn_size`"
+    why += f", and {owner} {free / 1e9:.1f} GB free"
     if only_stage is not None:
         return InputError("The run", why=why, remedy="use a larger machine")
-    remedy = "choose a smaller `size` or `frame_num`"
+    remedy = f"choose a smaller {smaller}"
     with suppress(InputError):  # a setting of the run may exclude `offload_model=block`
         _, streamed_need = find_fullest_stage(
             setup, params, ranks_here, device=device, offload_model="block"

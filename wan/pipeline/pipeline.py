@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from wan.cache.policy import Cache
 from wan.checkpoint.formats.tensor_source import materialize_tensors
 from wan.device import Device
 from wan.modules.t5 import TextEncoder
-from wan.modules.vae.video_vae import FrameCollector, Sink, VideoVAE
+from wan.modules.vae.video_vae import FrameCollector, LatentBlocks, Sink, VideoVAE
 from wan.pipeline.denoise import (
     NEVER_CANCELLED,
     CancellationPoint,
@@ -30,7 +31,7 @@ from wan.pipeline.video_loras import VideoLoraLoader
 from wan.settings import noise_schedule
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload, count_block_buffers
-from wan.tasks.base import NO_INPUTS, Inputs, VideoParams, make_base_inputs
+from wan.tasks.base import NO_INPUTS, DenoiseInputs, Inputs, VideoParams, make_noise_sampler
 from wan.utils import log, system
 from wan.utils.log import StageTimer
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from wan.pipeline.offload import OffloadedModule
 
 _RESERVED_BYTES = 1 << 30  # bytes reserved for kernels and fragmentation
+_BLOCK_SIZE = 3  # latent frames that are decoded between two checks for a cancellation
 
 
 @dataclass
@@ -177,6 +179,21 @@ class LazyModule(Generic[T]):
             gc.collect()  # hooks and sharding make reference cycles
 
 
+def make_base_inputs(
+    params: VideoParams,
+    contexts: tuple[Tensor, Tensor],
+    device: torch.device,
+    initial_latents: Tensor | None = None,
+) -> DenoiseInputs:
+    """Returns the inputs of denoising that all tasks have: noise and text embeddings."""
+    sample_noise = make_noise_sampler(params, device)
+    latents = sample_noise()  # sampled even if unused, so that later samples match the seed
+    latents = latents if initial_latents is None else initial_latents.to(device)
+    if params.sample_solver == "rcm" or params.starts_from_source:  # the first sigma is not 1
+        latents = latents * noise_schedule.make_noise_schedule(params).sigmas[0]
+    return DenoiseInputs(latents, *contexts, sample_noise=sample_noise)
+
+
 ShareResult = Callable[[Callable[[], Tensor]], Tensor]
 """share_result(make): calls make() on one rank or on all ranks; every rank gets the result."""
 
@@ -250,6 +267,30 @@ class Pipeline:
         self.release(self.experts)
         return latents
 
+    def generate_blocks(self, params: VideoParams, inputs: Inputs = NO_INPUTS) -> LatentBlocks:
+        """Prepares a video of a task that makes blocks; each is denoised when it is requested."""
+        self.experts.prefetch(noise_schedule.make_noise_schedule(params).experts[0])
+        loop = self.prepare_denoising(params, inputs)
+        return LatentBlocks(params.latent_shape, self._denoise_blocks(loop))
+
+    def _denoise_blocks(self, loop: DenoisingLoop) -> Iterator[Tensor]:
+        from wan.pipeline.block_loop import BlockLoop
+
+        assert isinstance(loop, BlockLoop)
+        self.offload_manager.params = loop.params
+        loop.to(self.torch_device)
+        try:
+            with self.video_loras.attach(self.experts, loop.loras) as experts:
+                blocks = loop.iterate_blocks(experts, self.cancellation_point)
+                while True:
+                    with self.stage_timer("denoising"):
+                        block = next(blocks, None)
+                    if block is None:
+                        return
+                    yield block
+        finally:
+            self.release(self.experts)
+
     def sample_audio_features(self, audio: Audio, num_frames: int) -> Tensor:
         """Returns the audio features of each of `num_frames` video frames, [1,S,C,F]."""
         from wan.modules.audio_encoder import sample_features_per_frame
@@ -263,6 +304,8 @@ class Pipeline:
 
     def prepare_denoising(self, params: VideoParams, inputs: Inputs = NO_INPUTS) -> DenoisingLoop:
         """Encodes prompt and inputs, and returns the denoising loop before its first step."""
+        if params.clip_prompts:  # encoded together, so that the text encoder is loaded once
+            self.cache_prompt_embeds([*self.cached_prompt_embeds, *params.all_prompts], params)
         contexts = self.encode_prompt(params, inputs.prompt_embeds, inputs.negative_prompt_embeds)
         with self.stage_timer("conditioning"):
             base = make_base_inputs(params, contexts, self.torch_device, inputs.initial_latents)
@@ -271,7 +314,8 @@ class Pipeline:
             self.release(self.vae)
         preview = self.make_preview(params, inputs)
         callback = inputs.callback_on_step_end
-        return DenoisingLoop(params, loop_inputs, callback, preview, inputs.loras)
+        make_loop: type[DenoisingLoop] = resolve_name(params.task.loop)
+        return make_loop(params, loop_inputs, callback, preview, inputs.loras)
 
     def make_preview(self, params: VideoParams, inputs: Inputs) -> Preview | None:
         """Returns the preview of a video; None without one, and on ranks other than the main one.
@@ -355,24 +399,36 @@ class Pipeline:
 
     def decode_to_sink(
         self,
-        latents_Zfhw: Tensor,
+        latents: Tensor | LatentBlocks,
         sink: Sink,
         on_other_ranks_done: Callable[[], None] = lambda: None,
     ) -> bool:
         """Decodes into the main rank's sink; all ranks call it.
 
         Args:
-            latents_Zfhw: The denoised latents.
+            latents: The denoised latents [Z,f,h,w], or blocks of them.
             sink: Receives the frames; only used on the main rank.
             on_other_ranks_done: Called as soon as the other ranks have finished their part.
 
         Returns:
             Whether this is the main rank.
         """
+        blocks = latents
+        if not isinstance(blocks, LatentBlocks):
+            blocks = LatentBlocks(blocks.shape, self._split_latents(blocks))
         with self.stage_timer("decoding"):
-            is_main = self.vae_runner.decode(latents_Zfhw, sink, on_other_ranks_done)
+            is_main = self.vae_runner.decode(blocks, sink, on_other_ranks_done)
             self.release(self.vae)
         return is_main
+
+    def _split_latents(self, latents_Zfhw: Tensor) -> Iterator[Tensor]:
+        """Yields blocks of latents; raises an error before the next one if the video is cancelled.
+
+        All ranks iterate at the same time.
+        """
+        for block in latents_Zfhw.split(_BLOCK_SIZE, dim=1):
+            self.cancellation_point.raise_if_cancelled()
+            yield block
 
     @property
     def torch_device(self) -> torch.device:

@@ -7,7 +7,7 @@ rank (approximate, and only for decoding). If memory runs out, the next method i
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wan.device import Device
 from wan.modules.vae.rows import ALL_ROWS
-from wan.modules.vae.video_vae import Sink, VideoVAE
+from wan.modules.vae.video_vae import LatentBlocks, Sink, VideoVAE
 from wan.pipeline import memory_estimate
 from wan.pipeline.setup import Setup
 from wan.settings.errors import is_out_of_memory
@@ -63,43 +63,45 @@ class VaeRunner:
 
         def attempt(method: str, may_fail: bool) -> Tensor | None:
             encode_video = partial(VideoVAE.encode, video_3FHW=video_3FHW)
-            # Ranks agree once before and once after the latent frames.
-            return self._run_on_ranks(
-                method,
-                height // space_stride,
-                2 + num_latent_frames,
-                encode_video,
-                min_bytes if may_fail else 0,
-            )
+
+            def wait(rows: ShardedRows) -> None:  # ranks agree before and after the latent frames
+                rows.join_memory_agreements(2 + num_latent_frames)
+
+            least = min_bytes if may_fail else 0
+            return self._run_on_ranks(method, height // space_stride, wait, encode_video, least)
 
         return self._try_methods(self._encode_methods, attempt)
 
-    def decode(self, latent_Zfhw: Tensor, sink: Sink, release_ranks: Callable[[], None]) -> bool:
+    def decode(self, blocks: LatentBlocks, sink: Sink, release_ranks: Callable[[], None]) -> bool:
         """Decodes latents into the sink of the main rank; all ranks call it.
 
         Args:
-            latent_Zfhw: The normalized latents.
+            blocks: All ranks request each block; tiles are decoded after the last one.
             sink: Receives the frames.
             release_ranks: Called as soon as the other ranks have finished their part.
 
         Returns:
             Whether this is the main rank.
         """
-        _, num_latents, height, _ = latent_Zfhw.shape
-        min_bytes = self._estimate_decode_bytes(latent_Zfhw)
+        height, min_bytes = blocks.shape[2], self._estimate_decode_bytes(blocks.shape)
         is_main = self._make_rows is None or self._make_rows(height, False).rank == 0
 
         def attempt(method: str, may_fail: bool) -> None:
             if method == TILED:
+                latent_Zfhw = blocks.join()
                 release_ranks()
                 if is_main:
                     self._decode_tiles(latent_Zfhw, sink)
                 return
-            decode_to_sink = partial(VideoVAE.stream, latent_Zfhw=latent_Zfhw, sink=sink)
-            # Ranks agree three times first, then twice per latent frame: after layers and sink.
-            self._run_on_ranks(
-                method, height, 3 + 2 * num_latents, decode_to_sink, min_bytes if may_fail else 0
-            )
+            decode_to_sink = partial(VideoVAE.stream, blocks=blocks, sink=sink)
+
+            def wait(rows: ShardedRows) -> None:  # as often as `VideoVAE.stream` agrees
+                rows.join_memory_agreements(1)
+                for block in blocks:
+                    rows.join_memory_agreements(2 + 2 * block.shape[1])
+
+            least = min_bytes if may_fail else 0
+            self._run_on_ranks(method, height, wait, decode_to_sink, least)
             release_ranks()
 
         self._try_methods(self._decode_methods, attempt)
@@ -110,17 +112,17 @@ class VaeRunner:
         if self._setup.execution.vae_tiling:
             self._decode_tiles(latent_Zfhw, sink)
             return
-        self._check_free_memory(self._estimate_decode_bytes(latent_Zfhw))
-        self._get_vae().stream(latent_Zfhw, sink)
+        self._check_free_memory(self._estimate_decode_bytes(latent_Zfhw.shape))
+        self._get_vae().stream(LatentBlocks(latent_Zfhw.shape, [latent_Zfhw]), sink)
 
     def _decode_tiles(self, latent_Zfhw: Tensor, sink: Sink) -> None:
         video = self._get_vae().decode_in_tiles(latent_Zfhw)
         sink.begin((video.shape[1], video.shape[2], video.shape[3]))
         sink.write_frames(video)
 
-    def _estimate_decode_bytes(self, latent_Zfhw: Tensor) -> int:
-        """Returns the minimum bytes of activations of decoding."""
-        _, num_latent_frames, height, width = latent_Zfhw.shape
+    def _estimate_decode_bytes(self, latent_shape: Sequence[int]) -> int:
+        """Returns the minimum bytes of activations of decoding latents of shape (Z, f, h, w)."""
+        _, num_latent_frames, height, width = latent_shape
         _, *space_strides = self._setup.preset.vae_stride
         size = num_latent_frames, height * space_strides[0], width * space_strides[1]
         return memory_estimate.estimate_vae_activations(self._setup, "decode", size)
@@ -141,13 +143,18 @@ class VaeRunner:
         raise AssertionError("the last method returns or raises")
 
     def _run_on_ranks(
-        self, method: str, height: int, num_agreements: int, work: Callable[..., T], min_bytes: int
+        self,
+        method: str,
+        height: int,
+        wait: Callable[[ShardedRows], None],
+        work: Callable[..., T],
+        min_bytes: int,
     ) -> T | None:
         """Calls work(vae, rows=...) on the ranks that have rows, while the other ranks wait.
 
         Args:
             height: Rows of the latents.
-            num_agreements: How often the ranks synchronize in `work`.
+            wait: Joins the memory agreements of `work` on a rank without rows.
             work: Encodes or decodes.
             min_bytes: The minimum bytes for all rows.
         """
@@ -162,7 +169,8 @@ class VaeRunner:
 
         def attempt() -> T | None:
             if rows.is_idle:
-                rows.join_memory_agreements(1 + num_agreements)
+                rows.join_memory_agreements(1)  # of loading
+                wait(rows)
                 return None
             return work(rows.run_with_memory_agreement(load_vae), rows=rows)
 

@@ -158,7 +158,7 @@ class Planner:
         size = self.measure_forwards(self.setup.parallel)[0].size
         num_held = memory_estimate.count_reference_layers(self.setup, self.device.type)
         is_streamed = num_held < self.setup.checkpoint.config["num_layers"]
-        return is_streamed * size.per_clip["reference K/V"]
+        return is_streamed * size.per_clip["kept K/V"]
 
     def estimate_upcast_seconds(self) -> float:
         """Estimates the seconds of a step in which a CPU dequantizes weights; 0 if it keeps none.
@@ -370,18 +370,18 @@ class Planner:
                 activations = tracker.peak_bytes - tracker.live_bytes
                 cached_usage = +tracker.live_bytes
                 residual_bytes = step_cache.cached_bytes()
-                reference_kv = model_kwargs.pop("reference_kv", None)
+                kept_kv = model_kwargs.pop("reference_kv", model_kwargs.pop("kv_cache", None))
         num_layers = checkpoint.config["num_layers"] + checkpoint.num_control_blocks
         num_measured = len(network.self_attention_blocks())
         cached_usage["text K/V"] = cached_usage["text K/V"] * num_layers // num_measured
         per_clip = Usage()
-        if reference_kv is not None:
-            cached_usage["self-attention"] -= reference_kv.nbytes
-            per_clip["reference K/V"] = reference_kv.nbytes * num_layers // num_measured
+        if kept_kv is not None:
+            cached_usage["self-attention"] -= kept_kv.nbytes
+            per_clip["kept K/V"] = kept_kv.nbytes * num_layers // num_measured
         cached_usage = (
             cached_usage - Usage(embeddings=residual_bytes) + Usage({"step cache": residual_bytes})
         )
-        cache_label = "reference K/V" if setup.preset.has_reference_kv else "attention cache"
+        cache_label = "attention cache" if kept_kv is None else "kept K/V"
         cache_label = "masks" if setup.attention.use_rainfusion else cache_label
         cached_usage[cache_label] = (
             cached_usage.pop("self-attention", 0) * num_layers // num_measured
@@ -455,7 +455,8 @@ class Planner:
             modules = dict(block.named_modules())
             for name in modules.keys() & _LAYERS.keys():
                 tracker.track_module(modules[name], _LAYERS[name])
-        setup, params, config = self.setup, self.params, self.setup.checkpoint.config
+        setup, config = self.setup, self.setup.checkpoint.config
+        params = self.params.task.make_forward_params(self.params)
         (channels, *size), grid, steps = params.latent_shape, params.grid, params.num_forwards
 
         def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -465,7 +466,7 @@ class Planner:
         text_size = config["text_len"], config["text_dim"]
         contexts = [empty(*text_size, dtype=self.dtype) for _ in branches]
         num_images = setup.preset.num_clip_vision_images
-        model_kwargs = params.task.make_model_kwargs(params, config, empty)
+        model_kwargs = params.task.make_model_kwargs(self.params, config, empty)
         if num_images:
             model_kwargs["clip_fea"] = empty(num_images, clip.NUM_TOKENS, config["image_dim"])
         text_guidance = None

@@ -32,7 +32,7 @@ from wan.metering.nvml import ClockLock
 from wan.metering.power_source import MeterError
 from wan.metering.recording import TraceRecording, make_exchange_plan
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.interfaces import AttentionCall, LayerReference, SelfAttention, TensorCall
+from wan.modules.interfaces import AttentionCall, LayerKeys, SelfAttention, TensorCall
 from wan.pipeline import build
 from wan.pipeline.denoise import DenoisingLoop
 from wan.power.variants import Variant, VariantResult, measure_chunk_gaps, summarize_traces
@@ -104,7 +104,7 @@ class IdleGapAttention:
             Variant("a head chunk", 0), base_layer, SINGLE_RANK
         )
 
-    def start(self, *_: Any, reference: LayerReference | None = None, **context: Any) -> TensorCall:
+    def start(self, *_: Any, reference: LayerKeys | None = None, **context: Any) -> TensorCall:
         """Starts a call; arguments as for `SelfAttention`, without a reference video."""
         assert reference is None, "drop_unsupported_control has removed this control"
         return TensorCall(partial(self, **context))

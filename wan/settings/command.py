@@ -292,6 +292,18 @@ class Output:
         ),
         line=True,
     )
+    stream: bool = command_option(
+        False,
+        switch,
+        HelpText(
+            "write the decoded frames at once to a second mp4, which can be played while it grows",
+            "default false",
+            command_line=", as NAME.stream.mp4 until the video is complete",
+        ),
+        decoding=True,
+        line=True,
+        record=False,
+    )
     trace: Path | None = command_option(
         None,
         values.read_path,
@@ -339,6 +351,11 @@ class Output:
     def preview_path(self) -> Path:
         """JPEG of the predicted video."""
         return self.save_file.with_suffix(".preview.jpg")
+
+    @property
+    def stream_path(self) -> Path:
+        """The mp4 that can be played while it grows."""
+        return self.save_file.with_suffix(".stream.mp4")
 
     @property
     def steps_dir(self) -> Path:

@@ -62,6 +62,7 @@ class Preset:
         num_clip_vision_images: Number of images that the CLIP vision encoder encodes.
         needs_audio_encoder: Whether the checkpoint contains wav2vec2.
         has_extra_tokens: Whether self-attention also has tokens of an image.
+        keeps_kv: Whether tokens also attend to kept keys and values of earlier frames.
         has_reference_kv: Whether tokens also attend to those of a reference video, by a second call
             of the kernel whose result is merged by log-sum-exp.
         sample_shift_480p: `sample_shift` at 832*480 and 480*832; None: `sample_shift`.
@@ -100,6 +101,7 @@ class Preset:
     needs_audio_encoder: bool = False
     has_extra_tokens: bool = False
     has_reference_kv: bool = False
+    keeps_kv: bool = False
     negative_prompt: str = NEGATIVE_PROMPT
     sample_shift_480p: float | None = None
     rcm_sigma: float = 80.0
@@ -324,6 +326,48 @@ PRESETS = {
             sample_guide_scale=(3.0, 4.0),
             boundary=0.875,
         ),
+        Preset(
+            task="causal-1.3B",
+            kind="causal",
+            folder="Self-Forcing",
+            dim=1536,
+            ffn_dim=8960,
+            num_heads=12,
+            num_layers=30,
+            config_json={"model_type": None, "_class_name": "WanModel"},
+            keeps_kv=True,
+            sample_steps=4,
+            sample_shift=5.0,
+            sample_guide_scale=(1.0, 1.0),
+            size=(832, 480),
+            trained_sizes=("480*832", "832*480"),
+            sharded=False,
+            tiny_head_dim=8,
+            tiny_settings=_TINY_SIZE | {"frame_num": 21},
+        ),
+        Preset(
+            task="causal-5B",
+            kind="causal",
+            in_dim=48,
+            folder="LongLive-2.0-5B",
+            dim=3072,
+            ffn_dim=14336,
+            num_heads=24,
+            num_layers=30,
+            config_json={"model_type": None, "_class_name": "WanModel"},
+            vae="2.2",
+            keeps_kv=True,
+            sample_steps=4,
+            sample_shift=5.0,
+            sample_guide_scale=(1.0, 1.0),
+            size=(1280, 704),
+            trained_sizes=("704*1280", "1280*704"),
+            frame_num=125,
+            fps=24,
+            diffusers_shift=5.0,
+            tiny_head_dim=8,
+            tiny_settings=_TINY_SIZE | {"frame_num": 61},
+        ),
     )
 }
 
@@ -349,6 +393,8 @@ EXAMPLE_PROMPTS = {
     "s2v": "A person speaks to the camera, the head and the shoulders moving lightly with the "
     "words, soft daylight from a window.",
     "vace": "A red fox trots through fresh snow at dawn, its breath steaming in the cold air, "
+    "low golden light between the birches, the camera gliding alongside at eye level.",
+    "causal": "A red fox trots through fresh snow at dawn, its breath steaming in the cold air, "
     "low golden light between the birches, the camera gliding alongside at eye level.",
     "ti2v": "Two paper boats race down a rain-filled gutter past glowing shop windows, ripples "
     "catching the neon, close tracking shot just above the water.",

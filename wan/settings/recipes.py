@@ -74,6 +74,12 @@ RECIPES = {
         ("animate2-14B",),
         r"(?i)animate[-_]?2.*distill",
     ),
+    # Efficient-Large-Model/LongLive-1.3B: its window and sink
+    "longlive": Recipe(
+        {"local_attn_size": 12, "sink_size": 3},
+        ("causal-1.3B",),
+        r"(?i)longlive",
+    ),
     # vita-video-gen/svi-model: as in its authors' command line
     "svi-2-pro": Recipe(
         {
@@ -96,7 +102,7 @@ RECIPE_NAMES = ("auto", "none", *RECIPES)
 RECIPE_SETTINGS = (
     *("sample_solver", "sample_steps", "sample_shift", "sample_guide_scale"),
     *("sigmas", "timesteps", "boundary_step", "ode", "sigma_max"),
-    *("chain", "log_scale"),
+    *("chain", "log_scale", "local_attn_size", "sink_size"),
 )
 """Flags that a recipe may set."""
 

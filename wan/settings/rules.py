@@ -331,6 +331,33 @@ PIPELINE_RULES: tuple[Rule[PipelineView], ...] = (
         "drop it",
         lambda s: s.preset.has_reference_kv,
     ),
+    *(
+        Rule[PipelineView](
+            conditions,
+            f"{effect}, and {{s.preset.task}} attends to kept keys of earlier frames",
+            remedy,
+            lambda s: s.preset.keeps_kv,
+            subject,
+        )
+        for conditions, effect, remedy, subject in (
+            (
+                ("not ring_size=1",),
+                "passes the keys of all tokens on",
+                "use `ulysses_size`",
+                "`ring_size`",
+            ),
+            (("fa_quant=fp8",), "scales the keys of one forward pass", "drop it", ""),
+            (("use_rainfusion",), "masks the tokens of a whole video", "drop it", ""),
+            (
+                ("not step_cache=none",),
+                "needs more than the few steps of a block",
+                "drop it",
+                "`step_cache`",
+            ),
+            (("use_attentioncache",), "skips attention, which keeps the keys", "drop it", ""),
+            (("compile",), "needs keys of a fixed length", "drop it", ""),
+        )
+    ),
 )
 """Rules for a pipeline, on its complete settings, with defaults."""
 
@@ -517,7 +544,7 @@ VIDEO_RULES: tuple[Rule[VideoView], ...] = (
     ),
     # Videos that are generated clip by clip.
     Rule(
-        ("clip_prompts",),
+        ("clip_prompts", "num_clip"),
         "and `num_clip={s.video.num_clip}` differ",
         "give one prompt for each clip",
         lambda s: len(s.video.clip_prompts or ()) != s.video.num_clip,

@@ -19,7 +19,7 @@ from wan.settings.fields import (
 )
 from wan.settings.guidance import Guidance
 from wan.settings.noise_tables import NOISE_TABLES, OFFICIAL_TABLE
-from wan.settings.presets import TASKS_OF_KIND, TRAIN_TIMESTEPS, Preset
+from wan.settings.presets import MAX_POSITIONS, TASKS_OF_KIND, TRAIN_TIMESTEPS, Preset
 from wan.settings.solvers import SOLVERS, SOLVERS_OF_ANY_TIMESTEPS
 from wan.settings.values import choice, integer, real, switch
 
@@ -137,8 +137,9 @@ class VideoSettings(Sampling, Guidance):
             single network.
         image_size: (width, height) of the first image after EXIF rotation, or of VACE's source
             video; None without one.
-        infer_frames, num_clip, chain, clip_prompts, start_from_ref, refert_num, replace_flag,
-            log_scale: None for tasks that do not use them.
+        infer_frames, num_clip, chain, clip_prompts, num_frame_per_block, local_attn_size,
+            sink_size, start_from_ref, refert_num, replace_flag, log_scale: None for tasks that do
+            not use them.
         fps: Frames per second of the task's training videos.
         num_source_frames: Frames of Animate's pose video, or of Animate-2's driving video; None:
             the frames of all clips.
@@ -229,8 +230,39 @@ class VideoSettings(Sampling, Guidance):
     clip_prompts: tuple[str, ...] | None = option(
         None,
         values.read_text_values,
-        HelpText("a prompt for each clip", "i2v-A14B; default: `prompt` for all clips"),
-        tasks=("i2v-A14B",),
+        HelpText(
+            "a prompt for each clip, for causal tasks for equal parts of the blocks",
+            "i2v-A14B; default: `prompt` for all clips",
+            {"causal": "a prompt for each of equal parts of the blocks"},
+        ),
+        tasks=("i2v-A14B", *TASKS_OF_KIND["causal"]),
+    )
+    num_frame_per_block: int | None = option(
+        None,
+        integer(1, MAX_POSITIONS),
+        HelpText("latent frames of a block", "causal; default 3, causal-5B: 8"),
+        checkpoint=True,
+        tasks=TASKS_OF_KIND["causal"],
+    )
+    local_attn_size: int | None = option(
+        None,
+        integer(1, MAX_POSITIONS),
+        HelpText(
+            "latent frames to which a token attends at most, with its block and `sink_size`",
+            "causal; default 21, causal-5B: 32",
+        ),
+        checkpoint=True,
+        tasks=TASKS_OF_KIND["causal"],
+    )
+    sink_size: int | None = option(
+        None,
+        integer(0, MAX_POSITIONS),
+        HelpText(
+            "first latent frames of the video to which all later ones attend",
+            "causal; default 0, causal-5B: 8",
+        ),
+        checkpoint=True,
+        tasks=TASKS_OF_KIND["causal"],
     )
     start_from_ref: bool | None = option(
         None,
@@ -336,14 +368,14 @@ class ImageOptions:
         values.read_path,
         HelpText(
             note="i2v, s2v, animate2: needed; default none",
-            kinds=dict.fromkeys(("i2v", "ti2v", "s2v"), "image to start from")
+            kinds=dict.fromkeys(("i2v", "ti2v", "s2v", "causal"), "image to start from")
             | {"animate2": "image of the character"},
         ),
         keyword="img",
         diffusers=True,
         common=True,
         media="image/*",
-        tasks=_list_tasks("i2v", "ti2v", "s2v", "animate2"),
+        tasks=(*_list_tasks("i2v", "ti2v", "s2v", "animate2"), "causal-5B"),
         needed=dict.fromkeys(_list_tasks("i2v", "s2v", "animate2"), ()),
     )
     last_image: Path | None = option(

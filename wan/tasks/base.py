@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -216,7 +217,10 @@ class Task:
     Attributes:
         kind: Key of `TASKS`.
         network: "module:class" of the DiT.
+        loop: "module:class" of the denoising loop.
         runs_in_lockstep: Both guidance branches may run in lockstep; see `wan.modules.lockstep`.
+        makes_blocks: The loop is a `wan.pipeline.block_loop.BlockLoop`, whose blocks of latents can
+            be decoded one by one.
         diffusers_classes: The classes of the pipeline and of the DiT in diffusers; None: it has
             none.
         joins_clips: Whether the clips are encoded to mp4 files one by one, which are joined.
@@ -230,7 +234,9 @@ class Task:
 
     kind = "t2v"
     network: ClassVar[str] = "wan.modules.model:WanModel"
+    loop: ClassVar[str] = "wan.pipeline.denoise:DenoisingLoop"
     runs_in_lockstep: ClassVar[bool] = True
+    makes_blocks: ClassVar[bool] = False
     diffusers_classes: ClassVar[tuple[str, str] | None] = ("WanPipeline", "WanTransformer3DModel")
     joins_clips: ClassVar[bool] = False
     upload_names: ClassVar[Mapping[str, str]] = {}
@@ -297,6 +303,14 @@ class Task:
         """Returns the frames that a clip adds to the video; the first or last may add fewer."""
         return params.frame_num
 
+    def make_forward_params(self, params: VideoParams) -> VideoParams:
+        """Returns the parameters of the frames that a forward pass computes."""
+        return params
+
+    def count_kept_latents(self, params: VideoParams) -> int:
+        """Returns the latent frames whose keys and values are kept between forward passes."""
+        return params.latent_shape[1] - 1 if params.preset.has_reference_kv else 0
+
     def count_extra_tokens(self, params: VideoParams, clip: int) -> int:
         """Returns the tokens of a clip that are appended to the video's."""
         return 0
@@ -362,6 +376,7 @@ TASKS = {
     "animate": "animate",
     "animate2": "animate2",
     "vace": "vace",
+    "causal": "causal",
 }
 """Kind of a task -> its module in `wan.tasks`, which defines `TASK`."""
 
@@ -415,7 +430,8 @@ class VideoParams(VideoSettings):
 
     def count_clip_tokens(self, clip: int) -> int:
         """Returns the number of tokens in self-attention: video tokens and extra tokens."""
-        return math.prod(self.grid) + self.task.count_extra_tokens(self, clip)
+        num_video_tokens = math.prod(self.task.make_forward_params(self).grid)
+        return num_video_tokens + self.task.count_extra_tokens(self, clip)
 
     @property
     def starts_from_source(self) -> bool:
@@ -547,9 +563,9 @@ def make_noise_sampler(
 ) -> SampleNoise:
     """Returns a function that samples noise, float32 [Z,f,h,w], from the seed of the video.
 
-    The first sample is the initial noise. It is sampled on the CPU by default, so that a seed gives
-    the same noise on every device; the official code samples on the device, as `--noise_device
-    device` does.
+    The first sample is the initial noise, the others are that of a forward pass's frames. Noise is
+    sampled on the CPU by default, so that a seed gives the same noise on every device; the official
+    code samples on the device, as `--noise_device device` does.
 
     Args:
         num_skipped: Number of samples that an earlier run has used.
@@ -558,30 +574,18 @@ def make_noise_sampler(
 
     noise_device = torch.device("cpu") if params.noise_device == "cpu" else device
     generator = torch.Generator(noise_device).manual_seed(params.base_seed)
-    shape = params.latent_shape
+    shape_of_steps = params.task.make_forward_params(params).latent_shape
+    shapes = chain([params.latent_shape], repeat(shape_of_steps))
 
     def sample_noise() -> Tensor:
-        sample = torch.randn(shape, generator=generator, device=noise_device, dtype=torch.float32)
+        sample = torch.randn(
+            next(shapes), generator=generator, device=noise_device, dtype=torch.float32
+        )
         return sample.to(device)
 
     for _ in range(num_skipped):
         sample_noise()
     return sample_noise
-
-
-def make_base_inputs(
-    params: VideoParams,
-    contexts: tuple[Tensor, Tensor],
-    device: torch.device,
-    initial_latents: Tensor | None = None,
-) -> DenoiseInputs:
-    """Returns the inputs of denoising that all tasks have: noise and text embeddings."""
-    sample_noise = make_noise_sampler(params, device)
-    latents = sample_noise()  # sampled even if unused, so that later samples match the seed
-    latents = latents if initial_latents is None else initial_latents.to(device)
-    if params.sample_solver == "rcm" or params.starts_from_source:  # the first sigma is not 1
-        latents = latents * make_noise_schedule(params).sigmas[0]
-    return DenoiseInputs(latents, *contexts, sample_noise=sample_noise)
 
 
 def build_dit(config: Mapping[str, Any], components: ModelComponents | None = None) -> WanModel:

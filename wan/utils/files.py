@@ -249,8 +249,7 @@ def write_output(
     temporary = path.with_name(f".{make_process_name()}-{path.name}")
     with suppress(FileNotFoundError):  # of a killed process with the same PID
         temporary.unlink()
-    # O_EXCL: an existing link of that name is not followed.
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    create_file(temporary)
     try:
         yield temporary
         if finalize is None:
@@ -259,6 +258,11 @@ def write_output(
             finalize(temporary)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def create_file(path: Path) -> None:
+    """Creates an empty file; an existing file or link of that name is an OSError."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
 
 
 def replace_output(temporary: Path, path: Path, kind: OutputKind) -> None:

@@ -503,8 +503,34 @@ class Autoencoder(nn.Module):
 
     def decode(self, z_BZfhw: Tensor, rows: Rows = ALL_ROWS) -> Iterator[Tensor]:
         """Decodes latents; yields [B,3,1,H,W], then [B,3,4,H,W] for each further latent frame."""
-        width = self.decoder.conv_out.in_channels
-        state = self._make_state(rows, width, z_BZfhw[0, 0, 0].numel())
-        z = rows.run_with_memory_agreement(lambda: self.post_quant_conv(z_BZfhw.to(self.dtype)))
-        for local_z in rows.slice_local_rows(z, 1).split(1, dim=2):
-            yield rows.run_network(self.decoder, local_z, state)
+        yield from self.decode_blocks([z_BZfhw], z_BZfhw.shape[2], rows)
+
+    def decode_blocks(
+        self, z_blocks: Iterable[Tensor], num_latent_frames: int, rows: Rows = ALL_ROWS
+    ) -> Iterator[Tensor]:
+        """Decodes blocks [B,Z,f,h,w] of a video in order; yields the frames of `decode`.
+
+        The cached frames of the convolutions are kept between the blocks, so that each frame has
+        the bits that it has if the video is one block.
+
+        Args:
+            num_latent_frames: Those of all blocks.
+        """
+        state, end = None, 0
+        for z_BZfhw in z_blocks:
+            if state is None:
+                width, num_latents = self.decoder.conv_out.in_channels, z_BZfhw[0, 0, 0].numel()
+                state = self._make_state(rows, width, num_latents)
+            start, end = end, end + z_BZfhw.shape[2]
+            padding = start, num_latent_frames - end
+            convert = partial(self._convert_latents, z_BZfhw, padding)
+            z = rows.run_with_memory_agreement(convert)[:, :, start:end]
+            for local_z in rows.slice_local_rows(z, 1).split(1, dim=2):
+                yield rows.run_network(self.decoder, local_z, state)
+
+    def _convert_latents(self, z_BZfhw: Tensor, padding: tuple[int, int]) -> Tensor:
+        """Converts latents to inputs of the decoder, between other latent frames of a video.
+
+        PyTorch on a CPU selects the algorithm of a convolution, and so its rounding, by the size.
+        """
+        return self.post_quant_conv(F.pad(z_BZfhw.to(self.dtype), (0, 0, 0, 0, *padding)))

@@ -6,6 +6,7 @@ are float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,6 +78,43 @@ class FrameCollector:
         self._num_frames = end
 
 
+class LatentBlocks:
+    """The latents of a video, whose blocks may be denoised while the previous ones are decoded.
+
+    A loop that denoises a video block by block passes its iterator to `Pipeline.decode_to_sink` in
+    this object. A block is requested after the frames of the previous one were written. All ranks
+    iterate at the same time, so that the iterator may run collectives, and an error that it raises
+    on all of them, as for a cancelled video, ends decoding on all of them. It must not be inside a
+    stage of the `StageTimer` when it yields. Blocks are kept, so that decoding can be restarted.
+
+    Attributes:
+        shape: (Z, f, h, w) of the whole video.
+    """
+
+    def __init__(self, shape: Sequence[int], blocks: Iterable[Tensor]) -> None:
+        """Requests no block yet. blocks: Normalized latents [Z,n,h,w]; the sum of n is f."""
+        self.shape, self._blocks = tuple(shape), iter(blocks)
+        self._finished_blocks: list[Tensor] = []
+        self._error: Exception | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yields all blocks, from the first one."""
+        yield from self._finished_blocks
+        while sum(block.shape[1] for block in self._finished_blocks) < self.shape[1]:
+            if self._error is not None:  # an iterator that has failed would only end
+                raise self._error
+            try:
+                self._finished_blocks.append(next(self._blocks))
+            except Exception as error:
+                self._error = error
+                raise
+            yield self._finished_blocks[-1]
+
+    def join(self) -> Tensor:
+        """Returns the latents [Z,f,h,w] of all blocks."""
+        return torch.cat([*self], dim=1)
+
+
 class VideoVAE:
     """Encodes and decodes videos with a loaded autoencoder (`read_vae_spec`)."""
 
@@ -111,25 +149,29 @@ class VideoVAE:
     def decode(self, latent_Zfhw: Tensor) -> Tensor:
         """Decodes normalized latents to pixels [3,F,H,W], clamped to [-1, 1]."""
         collector = FrameCollector(self.device)
-        self.stream(latent_Zfhw, collector)
+        self.stream(LatentBlocks(latent_Zfhw.shape, [latent_Zfhw]), collector)
         return collector.video
 
     @torch.no_grad()
-    def stream(self, latent_Zfhw: Tensor, sink: Sink, rows: Rows = ALL_ROWS) -> None:
-        """Decodes latents, and writes the frames of each latent frame to the main rank's sink."""
-        latent = rows.run_with_memory_agreement(partial(self._denormalize, latent_Zfhw))
+    def stream(self, blocks: LatentBlocks, sink: Sink, rows: Rows = ALL_ROWS) -> None:
+        """Decodes latents, and writes the frames of each latent frame to the main rank's sink.
+
+        The ranks agree once first, then for each block twice, and twice for each latent frame.
+        """
 
         def begin() -> None:
             if rows.is_main:
-                sink.begin(self._video_size(latent))
+                sink.begin(self._video_size(blocks.shape))
 
         def write_frames(frames_BCFHW: Tensor) -> None:
             if rows.is_main:
                 sink.write_frames(frames_BCFHW[0].float().clamp_(-1, 1))
 
         rows.run_with_memory_agreement(begin)
-        with make_progress_bar(latent.shape[2], "decoding", "latent frame") as bar:
-            for frames in self._network.decode(latent, rows):
+        latents = (rows.run_with_memory_agreement(partial(self._denormalize, z)) for z in blocks)
+        num_latent_frames = blocks.shape[1]
+        with make_progress_bar(num_latent_frames, "decoding", "latent frame") as bar:
+            for frames in self._network.decode_blocks(latents, num_latent_frames, rows):
                 rows.run_with_memory_agreement(partial(write_frames, frames))
                 bar.update()
 
@@ -138,9 +180,9 @@ class VideoVAE:
         """Decodes in spatial tiles, with less memory; exact only with a single tile."""
         latent = self._denormalize(latent_Zfhw)
         with make_progress_bar(None, "decoding", "latent frame of a tile") as bar:
-            if max(self._video_size(latent)[1:]) <= tiles.SIDE:
+            if max(self._video_size(latent_Zfhw.shape)[1:]) <= tiles.SIDE:
                 return self._decode_tile(latent, bar)[0].clamp_(-1, 1)
-            video = torch.empty((1, 3, *self._video_size(latent)), device=self.device)
+            video = torch.empty((1, 3, *self._video_size(latent_Zfhw.shape)), device=self.device)
             version = self._network.version
             decode_tile = partial(self._decode_tile, bar=bar)
             tiles.decode_tiles(decode_tile, latent, version.scale, version.patch, video)
@@ -149,14 +191,14 @@ class VideoVAE:
     def _denormalize(self, latent_Zfhw: Tensor) -> Tensor:
         return latent_Zfhw[None].to(self.device, torch.float32) / self.scale + self.mean
 
-    def _video_size(self, latent_BZfhw: Tensor) -> tuple[int, int, int]:
-        """Returns frames, height and width of the decoded video."""
-        (f, h, w), scale = latent_BZfhw.shape[2:], self._network.version.scale
+    def _video_size(self, latent_shape: Sequence[int]) -> tuple[int, int, int]:
+        """Returns frames, height and width of the decoded video. latent_shape: (Z, f, h, w)."""
+        (_, f, h, w), scale = latent_shape, self._network.version.scale
         return 1 + (f - 1) * FRAMES_PER_LATENT, h * scale, w * scale
 
     def _decode_tile(self, latent_BZfhw: Tensor, bar: Any) -> Tensor:
         """Decodes a tile to pixels [B,3,F,H,W]."""
-        video = torch.empty((1, 3, *self._video_size(latent_BZfhw)), device=self.device)
+        video = torch.empty((1, 3, *self._video_size(latent_BZfhw.shape[1:])), device=self.device)
         offset = 0
         for frames in self._network.decode(latent_BZfhw):
             video[:, :, offset : offset + frames.shape[2]] = frames

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from wan.serve.events.video_streams import has_stream
 from wan.serve.jobs.job import ServiceJob
 from wan.serve.queue.service import Service
 from wan.serve.requests.fields import FIELD_NAMES
@@ -51,8 +52,7 @@ def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
         for index in range(job.num_completed)
     ]
     video["data"] = [
-        _make_output_object(job, index, records, service.root_path)
-        for index in range(job.num_outputs)
+        _make_output_object(service, job, index, records) for index in range(job.num_outputs)
     ]
     if not job.is_ended:
         position, seconds = service.estimates.estimate_end(job)
@@ -79,23 +79,25 @@ def make_file_name(job: ServiceJob, index: int, suffix: str = ".mp4") -> str:
 
 
 def _make_output_object(
-    job: ServiceJob, index: int, records: Sequence[dict[str, Any]], root_path: str
+    service: Service, job: ServiceJob, index: int, records: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Returns the description of one of the videos of a job.
 
     records: The record fields of the complete videos.
     """
     is_complete = index < len(records)
-    path = f"{root_path}/v1/videos/{job.id}/content?index={index}"
+    path = f"{service.root_path}/v1/videos/{job.id}/content?index={index}"
     status = "completed" if is_complete else job.state
     if status == "in_progress" and index > len(records):
         status = "queued"
+    is_growing = status == "in_progress" and has_stream(service, job)
     return {
         "index": index,
         "seed": job.seeds[index] if job.seeds else None,
         "status": status,
         "file_name": make_file_name(job, index) if is_complete else None,
         "url": path if is_complete else None,
+        "stream_url": f"{path}&stream=true" if is_growing else None,
         **(records[index] if is_complete else {}),
     }
 

@@ -211,6 +211,7 @@ def _list_video_properties() -> dict[str, Schema]:
                     "status": {"enum": [*STATES]},
                     "file_name": _nullable(_TEXT),
                     "url": _nullable(_TEXT),
+                    "stream_url": _nullable(_TEXT),
                 }
             ),
         },

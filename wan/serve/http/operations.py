@@ -88,6 +88,12 @@ _VARIANT = {
     "in": "query",
     "schema": {"enum": ["video", "thumbnail", "spritesheet", "preview"]},
 }
+_STREAM = {
+    "name": "stream",
+    "in": "query",
+    "schema": {"type": "boolean", "default": False},
+    "description": "send a video that is being made as it grows, without ranges",
+}
 
 OPERATIONS = (
     Operation(
@@ -109,7 +115,8 @@ OPERATIONS = (
     ),
     Operation(
         "GET", "/v1/videos/{id}/content", "getContent", "Download a video or a picture of it",
-        "video/mp4", ("400", "404", "410", "416"), parameters=(_VARIANT, _INDEX),
+        "video/mp4", ("400", "404", "410", "416", "500", "503"),
+        parameters=(_VARIANT, _INDEX, _STREAM),
     ),
     Operation(
         "GET", "/v1/videos/{id}/archive", "getArchive",

@@ -29,6 +29,7 @@ from wan.serve.events.video_object import (
     make_video_object,
     select_record_fields,
 )
+from wan.serve.events.video_streams import VideoStreams
 from wan.serve.http import listing
 from wan.serve.http.bodies import call_by_size, count_file_bytes, read_body
 from wan.serve.http.downloads import (
@@ -41,6 +42,7 @@ from wan.serve.http.downloads import (
     read_parts,
     read_range,
     stream_archive,
+    wait_while_connected,
 )
 from wan.serve.http.metrics import Metrics
 from wan.serve.http.openapi import make_openapi
@@ -53,7 +55,7 @@ from wan.serve.requests.refusals import RefusedError
 from wan.serve.requests.schema import check_needed_fields, make_request_schema
 from wan.serve.requests.webhook_hosts import read_url
 from wan.serve.store.videos import Store
-from wan.settings.values import format_value, integer
+from wan.settings.values import format_value, integer, switch
 
 RouteHandler = Callable[[Request], Awaitable[Response]]
 _PAGE_HEADERS = {
@@ -102,6 +104,7 @@ class Routes:
         self._service, self._metrics, self._store = service, metrics, store
         self._loras = LoraCatalog(service.startup_run)
         self._events = JobEvents(service, max_listeners)
+        self._streams = VideoStreams(service, max_listeners)
         self._list_lock = asyncio.Lock()
 
     def list_routes(self) -> list[Route]:
@@ -173,13 +176,15 @@ class Routes:
 
     async def content(self, request: Request) -> Response:
         job = self._service.find_job(request.path_params["id"])
-        variant, index = _read_variant(request)
+        variant, index, follows = _read_variant(request)
         if index is not None and index >= job.num_outputs:
             message = f"This request has {job.num_outputs} videos; index starts with 0."
             raise RefusedError(message, 404, "not_found", "index")
         if variant == "preview":
             return await self._make_preview_response(request, job, index)
         index = index or 0
+        if follows and index >= job.num_completed and not job.is_ended:
+            return await self._follow_video(request, job, index)
         _check_completed(job, index)
         path, media_type = self._service.files.video_path(job, index), "video/mp4"
         if variant != "video":
@@ -194,6 +199,23 @@ class Routes:
             headers = {name: answer.headers[name] for name in names}
             return Response(status_code=304, headers=headers)
         return answer
+
+    async def _follow_video(self, request: Request, job: ServiceJob, index: int) -> Response:
+        """Answers with the bytes of an unfinished video, as they are written."""
+        self._streams.check_stream(job)
+        headers = {
+            "content-disposition": f'inline; filename="{make_file_name(job, index)}"',
+            "accept-ranges": "none",
+            "cache-control": "no-store",
+            "X-Accel-Buffering": "no",
+        }
+        if request.method == "HEAD":
+            return Response(headers=headers, media_type="video/mp4")
+        opening = self._streams.open_stream(job.id, index)
+        chunks = await wait_while_connected(request, opening)
+        if chunks is None:  # it is complete
+            return await self.content(request)
+        return StreamingResponse(chunks, media_type="video/mp4", headers=headers)
 
     async def archive(self, request: Request) -> Response:
         """Answers with a zip of all that clients may download of a job."""
@@ -494,8 +516,8 @@ def _read_query(request: Request) -> dict[str, str]:
     return query
 
 
-def _read_variant(request: Request) -> tuple[str, int | None]:
-    """Returns which file of a video is requested, and of which one of several videos.
+def _read_variant(request: Request) -> tuple[str, int | None, bool]:
+    """Returns which file is requested, of which one of several videos, and whether to follow it.
 
     A number as the variant is the index of a video, as SGLang reads it.
     """
@@ -506,7 +528,10 @@ def _read_variant(request: Request) -> tuple[str, int | None]:
     if variant not in ("video", "thumbnail", "spritesheet", "preview"):
         allowed = "video, thumbnail, spritesheet or preview"
         raise RefusedError(f"variant must be {allowed}.", param="variant")
-    return variant, None if index is None else integer(0, 10_000)("index", index)
+    follows = switch("stream", query.get("stream", "false"))
+    if follows and variant != "video":
+        raise RefusedError("stream is for variant=video only; drop one of them.", param="stream")
+    return variant, None if index is None else integer(0, 10_000)("index", index), follows
 
 
 def _matches_etag(request: Request, etag: str) -> bool:

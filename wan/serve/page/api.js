@@ -93,6 +93,27 @@ export async function setSource(element, path) {
   element.src = URL.createObjectURL(await (await send(path)).blob());
 }
 
+/** Plays an mp4 as it comes; as its `src`, browsers would wait for more than 20 frames. */
+export async function playStream(player, path) {
+  const reader = (await send(path)).body.getReader(), source = new MediaSource();
+  player.src = URL.createObjectURL(source);
+  await new Promise((done) => { source.onsourceopen = done; });
+  try {
+    let buffer = null, bytes = [];
+    for (let part = await reader.read(); !part.done; part = await reader.read()) {
+      bytes = buffer ? part.value : new Uint8Array([...bytes, ...part.value]);
+      const start = buffer ? 0 : new TextDecoder("latin1").decode(bytes).indexOf("avcC");
+      if (start < 0) continue; // the header is not complete
+      const profile = [...bytes.slice(start + 5, start + 8)].map((x) => x.toString(16).padStart(2, "0"));
+      buffer ??= source.addSourceBuffer(`video/mp4; codecs="avc1.${profile.join("")}"`);
+      buffer.appendBuffer(bytes);
+      await new Promise((done) => { buffer.onupdateend = done; });
+    }
+  } finally {
+    if (source.readyState === "open") source.endOfStream();
+  }
+}
+
 /** Frees the blob of an element. */
 export function freeSource(element) {
   if (element.src.startsWith("blob:")) URL.revokeObjectURL(element.src);

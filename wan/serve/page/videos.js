@@ -1,6 +1,8 @@
 // The list of videos: cards, their progress, filter, and pages of older videos.
 
-import { create, fetchInputs, freeSource, getJson, makeBody, send, setSource } from "./api.js";
+import {
+  create, fetchInputs, freeSource, getJson, makeBody, playStream, send, setSource,
+} from "./api.js";
 import { element } from "./form.js";
 
 const PAGE = 24, OPEN = "queued,in_progress";
@@ -261,6 +263,8 @@ function update(card, isNew) {
   }
   if (!card.record.hidden) card.record.textContent = JSON.stringify(video, null, 1);
   if (video.preview_step && open) showPreview(card);
+  const { stream_url: stream } = video.data[card.index];
+  if (stream && video.stage === "decoding") showStream(card, stream);
   if (!isNew) return;
   card.item.dataset.status = hasVideo(card) ? "completed" : video.status;
   card.wrong.textContent = video.error?.message || "";
@@ -317,9 +321,20 @@ async function showPreview(card) {
   if (card.shot.dataset.step === step) return;
   card.shot.dataset.step = step;
   const image = element("img", "", null, { alt: `Preview after step ${step}` });
-  image.onload = () => { if (isOpen(card.video)) showMedia(card, image); };
+  image.onload = () => { if (isOpen(card.video) && !card.shot.dataset.stream) showMedia(card, image); };
   const path = `v1/videos/${card.video.id}/content?variant=preview&step=${step}`;
   await setSource(image, path).catch(() => {});
+}
+
+/** Plays a video while it is made. */
+async function showStream(card, url) {
+  if (card.shot.dataset.stream === url) return;
+  card.shot.dataset.stream = url;
+  const player = element("video", "", null, { muted: true, autoplay: true, controls: true });
+  player.playsInline = true;
+  player.setAttribute("aria-label", name(card.video));
+  showMedia(card, player);
+  await playStream(player, url).catch(() => { delete card.shot.dataset.stream; });
 }
 
 async function loadThumbnail(card) {
@@ -334,7 +349,12 @@ async function loadThumbnail(card) {
     const wait = 1000 * 2 ** Math.min(card.tries++, 6);
     card.timer = setTimeout(() => loadThumbnail(card), wait);
   };
-  image.onload = () => { seen.unobserve(card.shot); showMedia(card, button); };
+  const showButton = () => { seen.unobserve(card.shot); showMedia(card, button); };
+  image.onload = () => {
+    const player = card.shot.querySelector("video"); // of the stream
+    if (player && !player.ended && !player.error) player.onended = player.onerror = showButton;
+    else showButton();
+  };
   image.onerror = again;
   button.onclick = () => play(card);
   try {

@@ -66,7 +66,6 @@ _OFF = (False, 0, "no", "off")
 IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "user": (),
     "return_stage_metrics": (),
-    "stream": _OFF,
     "generator_device": ("cpu", "cuda", "gpu", "npu"),
     "quality": ("default", "standard", "auto", "high"),
     "output_quality": ("default", "auto", "high"),

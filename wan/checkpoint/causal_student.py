@@ -1,0 +1,41 @@
+"""Tells causal students from t2v and ti2v networks, which have the same tensors; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from wan.checkpoint.config import DitConfig
+from wan.checkpoint.formats.tensor_info import TensorInfo
+from wan.settings.errors import InputError
+from wan.settings.presets import PRESETS, Preset
+from wan.utils.log import logger
+
+_STUDENT = "generator_ema."  # prefix of stored names, see `pickle_header`
+
+
+def is_causal_student(
+    config: DitConfig, tensors: Mapping[str, TensorInfo], presets: tuple[Preset, ...]
+) -> bool:
+    """Returns whether a network is run as a causal student.
+
+    The name of its dictionary in a file of the distillation shows it, else only the task.
+
+    Args:
+        presets: The tasks whose networks are wanted.
+
+    Raises:
+        InputError: A causal student is given for another task.
+    """
+    if config["model_type"] not in ("t2v", "ti2v"):
+        return False
+    kinds = {preset.kind for preset in presets}
+    info = next(iter(tensors.values()))
+    is_student = info.name.startswith(_STUDENT)
+    if is_student and "causal" not in kinds:
+        fitting = (x for x in PRESETS.values() if x.keeps_kv and x.in_dim == config["in_dim"])
+        why = "holds a causal student (generator_ema), which makes a video block by block"
+        raise InputError(f"{info.file}", None, why, f"use `task={next(fitting).task}`")
+    if not is_student and kinds == {"causal"}:
+        text = "%s does not say that it is a causal student: a model of whole videos falls apart."
+        logger.info(text, info.file)
+    return is_student or kinds == {"causal"}
