@@ -488,3 +488,15 @@ def test_a_torch_that_does_not_load(processes: str, tiny: Tiny, tmp_path: Path) 
     )
     assert result.returncode == 2, result.stderr
     assert "install CANN" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_a_missing_package_is_one_sentence() -> None:
+    """A Python without the packages, as before the environment is activated."""
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", "generate.py", "--plan"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=REPO, env=environment
+    )
+    assert result.returncode == 1 and not result.stdout
+    assert result.stderr.count("\n") == 1 and "make setup" in result.stderr
+    assert "is not installed" in result.stderr and sys.executable in result.stderr

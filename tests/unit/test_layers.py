@@ -212,10 +212,10 @@ def test_each_value_knows_its_source(
         *("environment variables", "recipe rcm-4step"),
     ]
     assert "comm_type" not in line.sources
-    plan = resolve_plan("--ckpt_dir", DEMO, "--sample_steps", "3")
+    plan = resolve_plan("--ckpt_dir", DEMO, "--sample_steps", "3", "--size", "64*96")
     report.print_plan_report(plan)
     printed = capsys.readouterr().out
-    assert f"From the command line: ckpt_dir {DEMO}, sample_steps 3\n" in printed
+    assert f"From the command line: ckpt_dir {DEMO}, sample_steps 3, size 64*96\n" in printed
     assert plan.sources["fps"] == f"{DEMO}/generation_config.json"
 
 

@@ -378,6 +378,19 @@ def test_messages_to_who_left_early(monkeypatch: pytest.MonkeyPatch, capfd) -> N
 
 
 @pytest.mark.usefixtures("own_log")
+def test_a_logged_bar_has_no_rest_before_the_first_step(capfd: pytest.CaptureFixture[str]) -> None:
+    log.set_up_logging()
+    with log.make_step_bar(2, "text") as bar:
+        bar.refresh()
+        bar.update()
+        bar.refresh()
+    lines = capfd.readouterr().out.splitlines()
+    first, last = lines[0], lines[-1]
+    assert first.endswith("sampling: 0/2 steps, text")
+    assert "1/2 steps, about 00:00 left" in last and "?" not in first + last
+
+
+@pytest.mark.usefixtures("own_log")
 def test_silence_is_that_of_one_thread(capfd: pytest.CaptureFixture[str]) -> None:
     """A thread that measures a plan in a service logs warnings only."""
     log.set_up_logging()

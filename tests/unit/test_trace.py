@@ -362,7 +362,8 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         exchange_order.write_trace(play(replace(plan, rank=rank)), other, origin_ns=0)
     assert power(["report", str(folder), str(other), "--out", str(out)]) == 0
     output = capsys.readouterr().out
-    assert output.count("Order: as planned") == 2 and "a layer, each rank: A2A 8, FA 2" in output
+    assert output.count("\n\nOrder: as planned\n") == 2
+    assert "a layer, each rank: A2A 8, FA 2" in output
     assert "run (InsertComm)" in output and "overlap (A2A/FA overlap)" in output
     first, second = json.loads((out / "report.json").read_text())
     assert first["order"] == second["order"] == "as planned"

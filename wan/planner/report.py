@@ -62,7 +62,8 @@ def describe_sources(run: Run) -> list[str]:
     settings_by_source: dict[str, list[str]] = {}
     for name, source in reversed(run.sources.items()):
         if name in run.settings:
-            text = f"{name} {format_value(run.settings[name])}"
+            value = run.settings[name]
+            text = f"{name} {format_value('*'.join(map(str, value)) if name == 'size' else value)}"
             settings_by_source.setdefault(source, []).append(text)
     return [f"From {source}: {', '.join(texts)}" for source, texts in settings_by_source.items()]
 

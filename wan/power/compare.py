@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 import statistics
 from argparse import Namespace
 from collections.abc import Sequence
@@ -86,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     if env.rank() > 0 and any(argument.startswith("--plan") for argument in argv[:separator]):
         return 0  # rank 0 prints the plan
     options = _parse_compare_options(argv[:separator])
-    options.command = f"compare {' '.join(argv)}"
+    options.command = f"compare {shlex.join(argv)}"
     flags = parse_flags([*PRESETS.get(options.preset, ()), *argv[separator + 1 :]])
     for name in _FORBIDDEN_FLAGS:
         if name in flags:

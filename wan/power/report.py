@@ -243,7 +243,8 @@ def _format_run_report(report: RunReport) -> Iterator[str]:
         f"{trace.metadata.get('kernel', 'an unknown kernel')}; {trace.metadata.get('device', '')}, "
         f"times by {trace.metadata.get('clock', '?')}"
     )
-    yield f"\nOrder: {report.order_summary}"
+    yield ""
+    yield f"Order: {report.order_summary}"
     ranks_by_counts: dict[str, list[int]] = {}
     for rank in report.ranks:
         counts_text = ", ".join(f"{name} {count}" for name, count in rank.counts.items() if count)
@@ -255,7 +256,8 @@ def _format_run_report(report: RunReport) -> Iterator[str]:
     num_skipped = sum(rank.order.skipped for rank in report.ranks)
     skipped_text = f", {num_skipped} skipped by a step cache or guidance" if num_skipped else ""
     yield f"  {num_layers} layers of {len(report.ranks)} ranks compared{skipped_text}"
-    yield "\nMilliseconds of a step (duty: attention's share; hidden: overlapped communication)"
+    yield ""
+    yield "Milliseconds of a step (duty: attention's share; hidden: overlapped communication)"
     parts = [part for part in report.ranks[0].parts if any(r.parts[part] for r in report.ranks)]
     count = max(len(plan.steps), 1)
     rows = [("rank", "step", "duty", *parts, "hidden")]
@@ -272,7 +274,8 @@ def _format_run_report(report: RunReport) -> Iterator[str]:
             )
         )
     yield from _format_table(rows)
-    yield "\nGaps between consecutive attention calls, all ranks"
+    yield ""
+    yield "Gaps between consecutive attention calls, all ranks"
     rows = [("ms", "count", "median", "longest")]
     for name, gaps in (
         ("in a layer", [rank.within for rank in report.ranks]),

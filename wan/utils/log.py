@@ -160,8 +160,8 @@ class _LogWriter:
     """File-like object that writes a progress bar's lines to the log."""
 
     def write(self, text: str) -> None:
-        if text.strip():
-            logger.info("%s", text.strip())
+        if text.strip():  # tqdm writes "?" until it has a rate
+            logger.info("%s", text.strip().replace(", about ? left", ""))
 
     def flush(self) -> None: ...
 
