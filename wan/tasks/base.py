@@ -219,8 +219,7 @@ class Task:
         network: "module:class" of the DiT.
         loop: "module:class" of the denoising loop.
         runs_in_lockstep: Both guidance branches may run in lockstep; see `wan.modules.lockstep`.
-        makes_blocks: The loop is a `wan.pipeline.block_loop.BlockLoop`, whose blocks of latents can
-            be decoded one by one.
+        makes_blocks: The loop is a `BlockLoop`, whose blocks of latents can be decoded one by one.
         diffusers_classes: The classes of the pipeline and of the DiT in diffusers; None: it has
             none.
         joins_clips: Whether the clips are encoded to mp4 files one by one, which are joined.
