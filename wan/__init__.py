@@ -61,7 +61,8 @@ _MODULES = {
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """Lists the names that an editor completes."""
+    return sorted({*globals(), *__all__} - {"Any", "TYPE_CHECKING", "annotations", "import_module"})
 
 
 def __getattr__(name: str) -> Any:

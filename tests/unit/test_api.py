@@ -247,6 +247,7 @@ def test_refusals(t2v, tiny) -> None:
         "prompt_embeds of another encoder": {"prompt_embeds": torch.zeros(4, 3)},
         "of another front end": {"noise_device": "cpu"},
         "of another task": {"image": "cat.png"},
+        "of another class": {"img": "cat.png"},
         "of another name": {"prompt": "a dog"},
         "of diffusers": {"num_inference_steps": 4},
         "misspelt": {"framenum": 5},

@@ -394,7 +394,7 @@ def test_the_remedy_of_a_missing_folder_can_be_followed(tiny: Any) -> None:
     for arguments, words in (
         (("t2v-A14B", "nope"), "checkpoint_dir=nope does not exist; give the folder"),
         (("t2v-A14B", "no/pe"), "checkpoint_dir=no/pe is not a folder; download"),
-        (("t2v-A14B",), "checkpoint_dir=None must be the folder of a checkpoint"),
+        (("t2v-A14B",), "checkpoint_dir is missing; give the folder of a checkpoint"),
         (("nosuch",), "config is nosuch"),
         (("nosuch", folder), "config is nosuch"),
     ):

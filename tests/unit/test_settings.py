@@ -28,7 +28,9 @@ from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import FLAGS
+from wan.settings.guidance import GUIDERS
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
+from wan.settings.step_cache import POLICIES
 from wan.settings.values import list_names
 from wan.tasks.base import make_video_params
 from wan.tasks.image2video import compute_i2v_size
@@ -440,9 +442,9 @@ def test_the_tables_of_the_documents() -> None:
 def test_every_flag_is_read_where_it_acts() -> None:
     """A field that nothing reads would be accepted, recorded, and change nothing.
 
-    Names in the declarations of the settings (fields, rows of tables, rules) do not read a field:
-    of those modules, only functions count. Those of the output are followed by
-    tests/cli/test_output.py.
+    So would a parameter of a guider or a step cache. Names in the declarations of the settings
+    (fields, rows of tables, rules) do not read a field: of those modules, only functions count.
+    Those of the output are followed by tests/cli/test_output.py.
     """
     wan = Path(cli.__file__).parents[1]
     read_names = {"attentioncache_ratio"}  # of the Ascend adaptation; documented as without effect
@@ -454,5 +456,7 @@ def test_every_flag_is_read_where_it_acts() -> None:
             texts = ["" if path.stem == "rules" else ast.unparse(node) for node in functions]
         for text in texts:
             read_names |= set(re.findall(r"""(?:\.|["'])([a-z]\w+)""", text))
-    unread = FLAGS.keys() - list_options(Output).keys() - read_names
+    rows = (*GUIDERS.values(), *POLICIES.values())
+    parameters = {name for row in rows for name in row.parameters}
+    unread = (FLAGS.keys() | parameters) - list_options(Output).keys() - read_names
     assert not unread, sorted(unread)

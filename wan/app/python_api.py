@@ -480,6 +480,8 @@ def _warn_of_other_task(config: Any, preset: Preset) -> None:
 def _inspect_checkpoint_dir(
     folder: Any, network_files: NetworkFiles, presets: tuple[Preset, ...]
 ) -> Checkpoint:
+    if folder is None:
+        raise InputError("`ckpt_dir`", None, "is missing", "give the folder of a checkpoint")
     if not isinstance(folder, str | Path):
         raise InputError("`ckpt_dir`", format_value(folder), "must be the folder of a checkpoint")
     return inspect_checkpoint(expand_home("`ckpt_dir`", str(folder)), network_files, presets)

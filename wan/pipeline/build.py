@@ -204,7 +204,8 @@ def _log_setup(setup: Setup, device: Device, selected: SelectedKernels) -> None:
     checkpoint, execution = setup.checkpoint, setup.execution
     precision, layers = execution.get_dit_precision(device.type), checkpoint.config["num_layers"]
     network = f"{precision}, {layers} x {checkpoint.num_heads} heads"
-    logger.info("%s checkpoint, %s, %s", checkpoint.folder_format, device.name(), network)
+    layout = f"Checkpoint in the {checkpoint.folder_format} layout"
+    logger.info("%s, %s, %s", layout, device.name(), network)
     logger.info("%s", describe_attention(setup, selected))
     for name, kinds in {"FP8": FP8, "GGUF": GGUF}.items():
         if stored_dtypes := setup.checkpoint_dtypes & {*kinds}:

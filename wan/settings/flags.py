@@ -111,16 +111,18 @@ def make_keyword_error(name: str, call: str) -> InputError:
         accepted = [n for n, flag in spellings.items() if FLAGS[flag].python == call]
         similar = get_close_matches(name, accepted, n=1, cutoff=0.7)
         flag = spellings[similar[0]] if similar else None
-    remedy = "remove it"
+    remedy, why = "remove it", f"is not a known keyword of {methods[call]}"
     if flag is not None and FLAGS[flag].python is not None:
         keyword, owner = PYTHON_KEYWORDS.get(flag, flag), str(FLAGS[flag].python)
         remedy = f"did you mean {keyword}"
         if owner != call:
             remedy = f"give it to {methods[owner]}"
             remedy += "" if keyword == name else f" as {keyword}"
+        elif keyword == name:  # an official keyword, which the signature of this class lacks
+            remedy, why = "remove it", "is a keyword of other classes"
     elif flag in _OF_SAVE_VIDEO:
         remedy = "give it to wan.save_video"
-    return InputError(name, why=f"is not a known keyword of {methods[call]}", remedy=remedy)
+    return InputError(name, why=why, remedy=remedy)
 
 
 def is_python_setting(name: str, call: str) -> bool:
