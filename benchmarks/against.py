@@ -41,12 +41,12 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
+from transformers import UMT5Config, UMT5EncoderModel
 
 from benchmarks.common import add_json_option, compute_ratios, read_earlier_runs, write_json
 from benchmarks.random_weights import save_network
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
-from wan.modules import t5
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer, read_frame_num, read_size, real
 from wan.testing.measuring import CPU
@@ -85,6 +85,7 @@ import json
 import sys
 import time
 import torch
+from transformers import UMT5Config, UMT5EncoderModel
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from diffusers.utils import export_to_video
 from transformers import AutoTokenizer, UMT5EncoderModel
@@ -139,6 +140,18 @@ json.dump(seconds, open(out + ".seconds", "w"))
 """
 
 
+UMT5_XXL: dict[str, Any] = {
+    "vocab_size": 256384,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+}
+
+
 def write_diffusers_checkpoint(task: str, folder: Path) -> None:
     """Writes the checkpoint one tensor at a time; no complete network is held in memory."""
     vae: Any = {"base_dim": 160, "decoder_base_dim": 256, **VAE_22} if task == "ti2v-5B" else {}
@@ -149,7 +162,7 @@ def write_diffusers_checkpoint(task: str, folder: Path) -> None:
                 torch.bfloat16,
                 "blocks",
             ),
-            "text_encoder": (t5.build_published_text_encoder(), torch.bfloat16, "block"),
+            "text_encoder": (UMT5EncoderModel(UMT5Config(**UMT5_XXL)), torch.bfloat16, "block"),
             "vae": (diffusers.AutoencoderKLWan(**vae), torch.float32, "no layers"),
         }
     for name, (network, dtype, layer) in networks.items():

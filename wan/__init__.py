@@ -59,6 +59,8 @@ _MODULES = {
     "save_video": "media.video_writer",
 }
 
+_PACKAGES = ("configs", "distributed", "modules")  # officially imported with `wan`
+
 
 def __dir__() -> list[str]:
     """Lists the names that an editor completes."""
@@ -68,4 +70,6 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(import_module(f"wan.{_MODULES[name]}"), name)
+    if name in _PACKAGES:
+        return import_module(f"wan.{name}")
     raise AttributeError(f"module 'wan' has no attribute {name!r}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import wave
 from functools import partial
 from importlib import import_module
@@ -241,6 +243,11 @@ def test_pretrained_networks(reference: Path, tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     with pytest.raises(ValueError, match="hf download"):
         WanModel.from_pretrained("Wan-AI/Wan2.2-T2V-A14B")
+
+
+def test_packages_are_imported_with_wan() -> None:
+    script = "import wan; wan.configs.WAN_CONFIGS, wan.modules.WanModel, wan.distributed"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def test_configurations() -> None:
