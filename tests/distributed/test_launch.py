@@ -323,6 +323,29 @@ def test_one_sentence_where_ranks_differ() -> None:
     check_sentences("ranks: what they differ in", results)
 
 
+def refuse_and_print_slowly() -> int:
+    def refuse(_: RunOncePerNode) -> PreparedRun[int]:
+        raise InputError("the size is wrong")
+
+    def print_slowly(line: str) -> None:
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does when another rank has ended
+        print_line(f"{time.monotonic()} {line}")
+
+    code = start_rank(refuse, print_message=print_slowly)
+    if rank() > 0:
+        print_line(f"{time.monotonic()} ended")
+    return code
+
+
+def test_a_refusal_is_printed_before_a_rank_ends() -> None:
+    """torchrun ends all ranks as soon as one has ended, also the rank that prints."""
+    with Ranks(make_rank_envs(2), refuse_and_print_slowly) as ranks:
+        assert ranks.wait_for_exit() == [2, 2]
+        (printed, *words), (ended, _) = (text.split() for text in ranks.texts)
+    assert " ".join(words) == "the size is wrong." and float(printed) < float(ended)
+
+
 def test_ranks_that_torchrun_restarts_do_not_read_of_earlier_ones() -> None:
     """The store of torchrun's agent is kept, and the cause of the first refusal is gone."""
     port, patience = int(free_port()), timedelta(seconds=60)

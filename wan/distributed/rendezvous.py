@@ -105,7 +105,14 @@ def run_ranks(
         )
         code = work(prepared.with_seed(seed), groups)
     except StartError as reason:
-        notify_node(str(reason))
+        # torchrun ends the others as soon as one has ended: all wait for the one that prints.
+        _ignore_signals()
+        printed = f"printed/{watchdog.this_rank.node}"
+        if env.local_rank == 0:
+            notify(str(reason))
+            call_with_timeout(STORE_TIMEOUT, lambda: store.set(printed, ""), None)
+        else:
+            call_with_timeout(STORE_TIMEOUT, lambda: store.wait([printed]), None)
         code = reason.code
     except SystemExit:  # --help
         watchdog.sign_off()
@@ -294,8 +301,7 @@ def _end_process(
     watchdog: Watchdog, error: BaseException, describe: Describe, notify: Notify
 ) -> NoReturn:
     """Prints why this rank ends, unless another rank of the node does, and ends the process."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # torchrun ends the others as soon as one has ended
+    _ignore_signals()  # torchrun ends the others as soon as one has ended
     try:
         sentence = describe(error)
         # Signals of torchrun or its end and errors of collectives may be caused by others.
@@ -319,6 +325,11 @@ def _end_process(
     finally:
         # Without destructors, which would wait for the other ranks.
         os._exit(1 if watchdog.interrupted else get_exit_code(error))
+
+
+def _ignore_signals() -> None:
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def _format_error(error: BaseException) -> str:
