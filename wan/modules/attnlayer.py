@@ -11,7 +11,7 @@ Each of these ways is a method, `_run_...`, over the same four steps. The row of
 (or `OVERLAP`) sets the numbers of chunks and blocks, and describes the order of the steps for
 planner and traces. A chunk is computed by the dense kernel or by an `AttentionBackend` (FP8,
 block-sparse).
-No other module calls both all-to-alls and attention kernels.
+No other module joins all-to-alls and the attention kernels of `wan.kernels`, but for measurements.
 """
 
 from __future__ import annotations

@@ -64,8 +64,10 @@ class VaeRunner:
         def attempt(method: str, may_fail: bool) -> Tensor | None:
             encode_video = partial(VideoVAE.encode, video_3FHW=video_3FHW)
 
-            def wait(rows: ShardedRows) -> None:  # ranks agree before and after the latent frames
-                rows.join_memory_agreements(2 + num_latent_frames)
+            def wait(rows: ShardedRows) -> None:  # as often as `Autoencoder.encode` agrees
+                rows.join_memory_agreements(1)
+                rows.agree(True)
+                rows.join_memory_agreements(1 + num_latent_frames)
 
             least = min_bytes if may_fail else 0
             return self._run_on_ranks(method, height // space_stride, wait, encode_video, least)
@@ -97,8 +99,11 @@ class VaeRunner:
 
             def wait(rows: ShardedRows) -> None:  # as often as `VideoVAE.stream` agrees
                 rows.join_memory_agreements(1)
-                for block in blocks:
-                    rows.join_memory_agreements(2 + 2 * block.shape[1])
+                for index, block in enumerate(blocks):
+                    rows.join_memory_agreements(1)
+                    if index == 0:
+                        rows.agree(True)
+                    rows.join_memory_agreements(1 + 2 * block.shape[1])
 
             least = min_bytes if may_fail else 0
             self._run_on_ranks(method, height, wait, decode_to_sink, least)

@@ -43,7 +43,11 @@ ConvInput = Tensor | list[Tensor | None]
 
 
 def make_conv_input(
-    conv: nn.Conv3d, x_BCFHW: Tensor, state: VaeState, norm: RMSNorm | None = None
+    conv: nn.Conv3d,
+    x_BCFHW: Tensor,
+    state: VaeState,
+    norm: RMSNorm | None = None,
+    reuses_x: bool = True,
 ) -> ConvInput:
     """Pads the input of a causal 3x3x3 convolution and updates the frame cache.
 
@@ -52,6 +56,7 @@ def make_conv_input(
 
     Args:
         norm: Applied to x first, and then SiLU.
+        reuses_x: x may be overwritten.
     """
     cached_frames = state.cached_frames.setdefault(conv, deque(maxlen=PAST))
     if state.uses_winograd:
@@ -65,11 +70,9 @@ def make_conv_input(
     shape = (1, channels, PAST + frames, rows + 2, columns + 2)
     padded = torch.empty(shape, dtype=x_BCFHW.dtype, device=x_BCFHW.device, memory_format=layout)
     current = padded[:, :, PAST:]
-    inside = current[..., 1:-1, 1:-1]
-    if norm is None:
-        inside.copy_(x_BCFHW)
-    else:
-        silu(norm(x_BCFHW, out=inside))
+    if norm is not None:
+        x_BCFHW = silu(norm(x_BCFHW, out=x_BCFHW if reuses_x else None))
+    current[..., 1:-1, 1:-1] = x_BCFHW
     current[..., 0].zero_()
     current[..., -1].zero_()
     state.rows.exchange_halo(current, 1, 1)
@@ -111,7 +114,7 @@ class RMSNorm(nn.Module):
         self.gamma = nn.Parameter(torch.ones(channels, *[1] * dims))
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Normalizes axis 1. The norm is computed at least in float32."""
+        """Normalizes axis 1. The norm is computed at least in float32. out: may be x."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=dtype).clamp_min_(1e-12)
         out = torch.div(x, length, out=torch.empty_like(x) if out is None else out)
@@ -130,7 +133,9 @@ class ResidualBlock(nn.Module):
         )
 
     def forward(self, x_BCFHW: Tensor, state: VaeState) -> Tensor:
-        y = apply_conv(self.conv1, make_conv_input(self.conv1, x_BCFHW, state, self.norm1))
+        conv_input = make_conv_input(self.conv1, x_BCFHW, state, self.norm1, reuses_x=False)
+        y = apply_conv(self.conv1, conv_input)
+        del conv_input
         conv_input = make_conv_input(self.conv2, y, state, self.norm2)
         del y  # free it before the next tensor of its size is allocated
         y = apply_conv(self.conv2, conv_input)
@@ -481,7 +486,8 @@ class Autoencoder(nn.Module):
 
     def _make_state(self, rows: Rows, base_width: int, num_latents: int) -> VaeState:
         """num_latents: Rows x columns of a latent frame of all ranks."""
-        return VaeState(rows, winograd.is_faster(self.quant_conv.weight, base_width, num_latents))
+        is_faster = winograd.is_faster(self.quant_conv.weight, base_width, num_latents)
+        return VaeState(rows, rows.agree(is_faster))  # the ranks may have different CPUs
 
     def encode(self, video_B3FHW: Tensor, rows: Rows = ALL_ROWS) -> Tensor:
         """Encodes pixels in [-1, 1], F = 4n+1, to the mean of the latents [B,Z,f,h,w].

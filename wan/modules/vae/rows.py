@@ -50,6 +50,10 @@ class Rows:
         frames: Tensor = network(x_BCFHW, state)
         return frames
 
+    def agree(self, flag: bool) -> bool:
+        """Returns whether `flag` is True on all ranks."""
+        return flag
+
     def run_with_memory_agreement(self, make: Callable[[], T]) -> T:
         """Returns make(); raises MemoryError on all ranks if one of several ran out of memory."""
         return make()

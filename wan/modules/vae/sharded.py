@@ -190,10 +190,13 @@ class ShardedRows(Rows):
             work.wait()
         self.num_exchanges += 1
 
+    def agree(self, flag: bool) -> bool:
+        flags = torch.tensor([flag], dtype=torch.int32, device=self.device)
+        dist.all_reduce(flags, dist.ReduceOp.MIN, group=to_process_group(self.group))
+        return bool(flags.item())
+
     def _check_all_succeeded(self, succeeded: bool) -> None:
-        all_succeeded = torch.tensor([succeeded], dtype=torch.int32, device=self.device)
-        dist.all_reduce(all_succeeded, dist.ReduceOp.MIN, group=to_process_group(self.group))
-        if not all_succeeded.item():
+        if not self.agree(succeeded):
             raise MemoryError("A rank has run out of memory in the VAE.")
 
 

@@ -156,7 +156,8 @@ class VideoVAE:
     def stream(self, blocks: LatentBlocks, sink: Sink, rows: Rows = ALL_ROWS) -> None:
         """Decodes latents, and writes the frames of each latent frame to the main rank's sink.
 
-        The ranks agree once first, then for each block twice, and twice for each latent frame.
+        The ranks agree once first, once more for the first block, twice for each block, and twice
+        for each latent frame.
         """
 
         def begin() -> None:
