@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,14 @@ from wan.settings.presets import PRESETS
 from wan.settings.run_options import read_run_options
 from wan.tasks.base import VideoParams, make_video_params
 from wan.utils import system
+
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+
+
+def has_huge_pages() -> bool:
+    """Whether a program may ask for huge pages and does not get them unasked."""
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return path.exists() and "[madvise]" in path.read_text() and os.sysconf("SC_PAGESIZE") == 4096
 
 
 def make_hd_setup(device: str) -> tuple[Setup, VideoParams]:
@@ -307,3 +316,20 @@ def test_reference_keys_are_in_host_memory_if_blocks_are_streamed() -> None:
     assert planner.compute_stage_memory()["denoising"]["kept K/V"] == on_device
     blocks = planner.measure_forwards(streamed.setup.parallel)[0].size.weights.all_blocks
     assert planner.compute_host_bytes() == blocks + kept
+
+
+@pytest.mark.skipif(not has_huge_pages(), reason="needs a system with transparent huge pages")
+@pytest.mark.parametrize(("setting", "fewest", "most"), [(None, 0, 2000), ("0", 16000, 20000)])
+def test_large_tensors_take_huge_pages(setting: str | None, fewest: int, most: int) -> None:
+    """64 MiB are 16 384 pages of 4 KiB; a variable that the user sets is kept."""
+    script = """
+import resource, wan.pipeline.build, torch
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.ones(1 << 24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    environ = {key: value for key, value in os.environ.items() if key != HUGE_PAGES}
+    environ |= {} if setting is None else {HUGE_PAGES: setting}
+    command = [sys.executable, "-c", script]
+    output = subprocess.run(command, env=environ, capture_output=True, check=True, timeout=240)
+    assert fewest <= int(output.stdout) <= most

@@ -47,6 +47,7 @@ from wan.settings.noise_schedule import make_noise_schedule, select_expert
 from wan.settings.presets import PRESETS
 from wan.tasks import base, textimage2video
 from wan.tasks.base import DenoiseInputs, VideoParams, make_video_params
+from wan.testing.random_checkpoint import make_checkpoint
 from wan.utils import log
 
 
@@ -405,3 +406,30 @@ def test_silence_is_that_of_one_thread(capfd: pytest.CaptureFixture[str]) -> Non
     log.logger.info("afterwards")
     messages = [line.split("] ")[1] for line in capfd.readouterr().out.splitlines()]
     assert messages == ["other thread", "a warning", "afterwards"]
+
+
+def test_a_line_names_bfloat16_where_it_is_faster(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On CPUs with such units, for a network of ordinary size, if no precision is given."""
+    cpu = Path("/proc/cpuinfo")
+    features = cpu.read_text() if cpu.exists() else ""
+    has_units = "amx_bf16" in features or "avx512_bf16" in features
+    folders = {}
+    for dim in (256, 1024):
+        sizes = {"dim": dim, "num_heads": 8, "ffn_dim": 64, "num_layers": 1}
+        folders[dim] = make_checkpoint("t2v-1.3B", tmp_path / str(dim), sizes=sizes)
+    lines = {}
+    for dim, values in (
+        (1024, {}),
+        (1024, {"precision": "fp32"}),
+        (1024, {"precision": "bf16"}),
+        (1024, {"vae_precision": "bf16"}),
+        (1024, {"convert_model_dtype": True}),
+        (256, {}),
+    ):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            build_cpu_pipeline("t2v-1.3B", folders[dim], **values)
+        lines[dim, *values] = "--precision bf16 --vae_precision bf16" in caplog.text
+    assert [case for case, is_shown in lines.items() if is_shown] == [(1024,)] * has_units

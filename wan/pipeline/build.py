@@ -60,9 +60,8 @@ from wan.settings.attention_modes import count_heads_per_chunk
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
 from wan.tasks.base import build_dit
-from wan.utils import system
 from wan.utils.log import StageTimer, logger
-from wan.utils.torch_private import use_private_compiler_cache
+from wan.utils.torch_private import has_amx, has_avx512_bf16, use_private_compiler_cache
 
 if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
@@ -215,10 +214,15 @@ def _log_setup(setup: Setup, device: Device, selected: SelectedKernels) -> None:
             logger.info("%s weights: %s", name, usage)
     if any(expert.sparse_linear for expert in checkpoint.experts.values()):
         logger.info("Sparse-linear attention (proj_l) is left out; attention is dense.")
+    precisions = execution.get_dit_precision(device.type), execution.vae_precision
+    is_auto = device.type == "cpu" and execution.precision == "auto"
     is_large = checkpoint.config["dim"] >= 1024  # not that of the demo
-    could_be_bf16 = device.type == "cpu" and execution.precision == "auto" and is_large
-    if could_be_bf16 and system.has_bfloat16():
-        logger.info("This CPU has bfloat16 units: --precision bf16 uses them.")
+    could_be_bf16 = is_auto and is_large and precisions == ("fp32", "fp32")
+    if could_be_bf16 and (has_amx() or has_avx512_bf16()):
+        logger.info(
+            "This CPU has bfloat16 units: --precision bf16 --vae_precision bf16 takes less time "
+            "(with AMX about 0.4 of it)."
+        )
 
 
 def describe_attention(setup: Setup, selected: SelectedKernels) -> str:

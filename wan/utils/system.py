@@ -242,11 +242,6 @@ def _read_group_headroom(group: Path, limit: str, usage: str, cached: str) -> li
     return [limit_bytes - used_bytes + int(stat.get(cached, 0))]
 
 
-def has_bfloat16() -> bool:
-    """Returns whether this CPU has bfloat16 matrix or dot-product instructions (Linux)."""
-    return re.search(r"\b(amx_bf16|avx512_bf16|bf16)\b", read_cpu_features()) is not None
-
-
 def read_cpu_features() -> str:
     """Returns the names of this CPU's instruction sets in /proc/cpuinfo; "" without that file."""
     try:

@@ -26,9 +26,11 @@ from torch.utils._pytree import tree_leaves
 
 from wan.settings.errors import InputError
 from wan.utils.compiler_cache import prepare_compiler_cache
+from wan.utils.env import enable_huge_pages
 
 _aten = torch.ops.aten
 
+enable_huge_pages()
 with suppress(InputError):  # raised again where something is compiled
     prepare_compiler_cache()  # before a part of torch is imported that makes the folder
 
