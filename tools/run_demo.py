@@ -92,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             generate_videos(task, task_videos, options.processes, options.comm_type)
         except subprocess.CalledProcessError as error:
             print(f"A video of {task} was not made; see the error above.", file=sys.stderr)
-            return error.returncode
+            code = error.returncode
+            return 128 - code if code < 0 else code  # a signal, as shells report it
     contact_sheet.write_contact_sheet(videos, sheet, gif)
     print(f"\n{len(videos)} videos in {time.monotonic() - started:.0f} s:", *videos, sep="\n  ")
     print(f"All of them in one image: {sheet}\nmoving: {gif}")

@@ -28,6 +28,7 @@ from wan.modules import (
     WanModel,
     flash_attention,
 )
+from wan.modules.attention import attention
 from wan.modules.model import rope_apply, rope_params, sinusoidal_embedding_1d
 from wan.utils import fm_solvers
 from wan.utils.fm_solvers_unipc import FlowUniPCMultistepScheduler
@@ -140,6 +141,7 @@ def test_attention() -> None:
                 expected[b, row, head] = probabilities @ v[b, keys, head // 2].double()
         assert distance(actual, expected) <= 1e-6, (causal, window)
     half = flash_attention(q, k, v)  # computed in bfloat16, as officially
+    assert torch.equal(attention(q, k, v, fa_version=2), half)
     keys, values = (x.bfloat16().transpose(1, 2).repeat_interleave(2, 1) for x in (k, v))
     exact = F.scaled_dot_product_attention(q.bfloat16().transpose(1, 2), keys, values)
     assert half.dtype == torch.float32 and distance(half, exact.transpose(1, 2).float()) <= 2e-2

@@ -20,7 +20,7 @@ def complete(*words: str) -> list[str]:
         ["bash", "-c", script, "bash", "wan-generate", *words],
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    return process.stdout.split()
+    return process.stdout.splitlines()
 
 
 def test_flags_values_and_files(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,6 +32,8 @@ def test_flags_values_and_files(tmp_path, monkeypatch: pytest.MonkeyPatch) -> No
     assert complete("--task", "s2v") == ["s2v-14B"]
     assert complete("--comm_type", "1", "--sample_solver", "uni") == ["unipc"]
     assert {*complete("--image", "cat.")} == {"cat.txt"}
+    assert {*complete("--image", "cat")} == {"cat.txt", "cat one.jpg"}
+    assert complete("--comm_type", "=") == complete("--comm_type", "=", "") == ["0", "1", "2"]
 
 
 def test_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

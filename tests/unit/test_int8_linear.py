@@ -68,6 +68,8 @@ def test_in_cpp_bit_for_bit(
     x[1] = torch.linspace(-127, 127, 2 * columns)[:columns].div(0.5).round().div(2)
     out = linear(x)
     assert torch.equal(out, torch.from_numpy(apply_with_numpy(linear, x)).to(dtype))
+    x[2, 5] = torch.nan
+    assert linear(x)[2].isnan().all() and not linear(x)[[1, 3]].isnan().any()
     linear.bias = None
     zeros = linear(torch.zeros(3, columns))
     assert zeros.dtype == dtype and not zeros.any()
@@ -92,6 +94,12 @@ def test_of_zeros_gives_the_bias() -> None:
     assert linear(torch.zeros(1, 0, 40)).shape == (1, 0, 24)
     payload, scale = quantize_per_token(torch.zeros(2, 40))
     assert not payload.any() and torch.equal(scale, torch.ones(2, 1))  # no division by zero
+
+
+def test_nan_stays_in_all_of_a_token() -> None:
+    x = torch.ones(3, 40)
+    x[1, 7] = torch.nan
+    assert torch.equal(make_layer()(x).isnan().any(1), torch.tensor([False, True, False]))
 
 
 def test_product_within_the_limits_of_cuda() -> None:

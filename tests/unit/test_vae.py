@@ -250,3 +250,16 @@ def test_a_video_that_is_decoded_anew_begins_with_its_first_frame() -> None:
     for first, end in ((0, 1), (1, 5)):
         collector.write_frames(video[:, first:end])
     assert torch.equal(collector.video, video)
+
+
+def test_the_source_of_blocks_ends_before_the_last_block_is_decoded() -> None:
+    """It releases networks in its end."""
+    events: list[str] = []
+
+    def generate() -> Iterator[Tensor]:
+        yield from torch.zeros(16, 4, 1, 1).split(2, dim=1)
+        events.append("end")
+
+    for _ in LatentBlocks((16, 4, 1, 1), generate()):
+        events.append("block")
+    assert events == ["block", "end", "block"]

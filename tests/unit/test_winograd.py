@@ -72,6 +72,13 @@ def test_frames_before_the_first_are_zeros_that_nobody_reads() -> None:
         assert torch.equal(y, winograd.convolve(conv, [*[zeros] * missing, *frames]))
 
 
+def test_weights_in_another_layout() -> None:
+    conv, x = make_conv(6, 8, 3), [*make_random(3, 6, 5, 9)]
+    expected = winograd.convolve(conv, x)
+    conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last_3d)
+    assert torch.equal(winograd.convolve(conv, x), expected)
+
+
 @pytest.mark.parametrize("upsampled", [False, True])
 def test_a_result_depends_on_no_other_tile(upsampled: bool) -> None:
     """Bit for bit: even rows alone, and each frame alone, on any number of threads."""
@@ -103,6 +110,9 @@ def test_norm_and_silu() -> None:
     inside = padded[:, 1:-1, 1:-1]
     torch.testing.assert_close(inside.double(), expected, rtol=1e-6, atol=1e-6)
     assert not padded[:, 1:-1, [0, -1]].any()
+    x[3, 2, 5] = torch.nan
+    winograd.normalize(gamma, x, padded)
+    assert padded[:, 3, 6].isnan().all() and padded.isnan().sum() == 20
 
 
 @pytest.mark.parametrize("version", ["2.1", "2.2"])

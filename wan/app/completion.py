@@ -8,6 +8,8 @@ from wan.settings.flags import FLAGS
 SHELLS = ("bash", "zsh")
 _SCRIPT = """{start}_wan_generate() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" flag="${{COMP_WORDS[COMP_CWORD-1]}}" values=""
+  if [[ "$flag" == "=" ]]; then flag="${{COMP_WORDS[COMP_CWORD-2]}}"; fi
+  if [[ "$word" == "=" ]]; then word=""; fi
   if [[ "$word" == --* ]]; then
     COMPREPLY=($(compgen -W "{flags}" -- "$word"))
     return
@@ -18,6 +20,7 @@ _SCRIPT = """{start}_wan_generate() {{
   if [[ -n "$values" ]]; then
     COMPREPLY=($(compgen -W "$values" -- "$word"))
   else
+    local IFS=$'\\n'
     COMPREPLY=($(compgen -f -- "$word"))
   fi
 }}

@@ -5,6 +5,7 @@
 
 #include <immintrin.h>
 
+#include <cmath>
 #include <cstdint>
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
@@ -42,10 +43,14 @@ void quantize(const T* x, int64_t rows, int64_t columns, int8_t* values, float* 
   for (int64_t row = 0; row < rows; ++row) {
     const T* inputs = x + row * columns;
     __m512 largest = _mm512_setzero_ps();
-    for (int64_t i = 0; i < columns; i += LANES)
-      largest = _mm512_max_ps(_mm512_abs_ps(load(inputs + i, make_mask(columns - i))), largest);
-    const float scale = _mm512_reduce_max_ps(largest) / 127;
-    scales[row] = scale > 0 ? scale : 1;
+    bool has_nan = false;
+    for (int64_t i = 0; i < columns; i += LANES) {
+      const __m512 value = load(inputs + i, make_mask(columns - i));
+      largest = _mm512_max_ps(_mm512_abs_ps(value), largest);
+      has_nan |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q) != 0;
+    }
+    const float scale = has_nan ? NAN : _mm512_reduce_max_ps(largest) / 127;
+    scales[row] = scale == 0 ? 1 : scale;
     const __m512 divisor = _mm512_set1_ps(scales[row]);
     for (int64_t i = 0; i < columns; i += LANES) {
       const __mmask16 mask = make_mask(columns - i);
@@ -77,7 +82,7 @@ void scale_sums(const int32_t* sums, const float* weight_scales, const float* to
 
 extern "C" {
 
-// Quantizes each row: scale = max|x| / 127, or 1 for zeros; values = round(x / scale).
+// Quantizes each row: scale = max|x| / 127, 1 for zeros, NaN with NaN; values = round(x / scale).
 void quantize_rows(const void* x, int is_bfloat16, int64_t rows, int64_t columns, int8_t* values,
                    float* scales, int threads) {
   if (is_bfloat16)

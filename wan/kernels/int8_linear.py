@@ -125,7 +125,7 @@ def quantize_per_token(x_LI: Tensor) -> tuple[Tensor, Tensor]:
     """Quantizes to int8 [L,I] with float32 scales [L,1]: x is about values * scale."""
     x_LI = x_LI.float()
     scale_L1 = divide_exactly(x_LI.abs().amax(-1, keepdim=True), 127)
-    scale_L1 = torch.where(scale_L1 > 0, scale_L1, 1.0)
+    scale_L1 = torch.where(scale_L1 == 0, 1.0, scale_L1)  # NaN stays, in all of the result
     return (x_LI / scale_L1).round_().to(torch.int8), scale_L1
 
 

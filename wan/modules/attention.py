@@ -5,6 +5,8 @@ The networks of this package do not use it; their kernels are in `wan.kernels`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,8 +70,12 @@ def flash_attention(
     return out.to(out_dtype)
 
 
-attention = flash_attention
-"""The official fallback without FlashAttention; here both are one function."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *args: Any, fa_version: int | None = None, **kwargs: Any
+) -> Tensor:
+    """Calls `flash_attention`, whose arguments it takes, with `fa_version` instead of `version`."""
+    options: dict[str, Any] = {**kwargs, "version": fa_version}
+    return flash_attention(q, k, v, *args, **options)
 
 
 def _attend(

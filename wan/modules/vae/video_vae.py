@@ -105,6 +105,8 @@ class LatentBlocks:
                 raise self._error
             try:
                 self._finished_blocks.append(next(self._blocks))
+                if sum(block.shape[1] for block in self._finished_blocks) == self.shape[1]:
+                    next(self._blocks, None)  # what it does after the last block: release networks
             except Exception as error:
                 self._error = error
                 raise

@@ -305,7 +305,7 @@ void normalize(const float* x, const float* gamma, float* out, int64_t channels,
         const Vector value = _mm512_maskz_loadu_ps(mask, inputs + c * channel_stride + w);
         sum = _mm512_fmadd_ps(value, value, sum);
       }
-      const Vector length = _mm512_max_ps(_mm512_sqrt_ps(sum), _mm512_set1_ps(1e-12f));
+      const Vector length = _mm512_max_ps(_mm512_set1_ps(1e-12f), _mm512_sqrt_ps(sum));  // NaN stays
       const Vector factor = _mm512_div_ps(_mm512_sqrt_ps(_mm512_set1_ps(channels)), length);
       for (int64_t c = 0; c < channels; ++c) {
         const Vector value = _mm512_maskz_loadu_ps(mask, inputs + c * channel_stride + w);

@@ -81,9 +81,8 @@ def convolve(
     library, threads = load_winograd(), torch.get_num_threads()
     depth = time * channels
     packed = last.new_empty(side**2, outer + -outer % _ROWS, depth)
-    library.pack_weights(
-        conv.weight.data_ptr(), outer, channels, time, side, packed.data_ptr(), threads
-    )
+    weight = conv.weight.contiguous()
+    library.pack_weights(weight.data_ptr(), outer, channels, time, side, packed.data_ptr(), threads)
     workspaces = last.new_empty(threads, library.count_workspace_floats(side, depth, outer))
     library.convolve(
         _list_pointers(frames),
