@@ -16,7 +16,7 @@ from wan.app.run import Run
 from wan.serve import __main__ as command
 from wan.serve.http import app
 from wan.serve.http.metrics import Metrics
-from wan.serve.queue.order import parse_output_id
+from wan.serve.queue.scheduling import parse_output_id
 from wan.serve.queue.service import Limits, Service
 from wan.settings.layers import Layer
 from wan.utils import env

@@ -69,7 +69,7 @@ def generate_videos(run: Run, groups: ParallelGroups | None = None) -> int:
         The exit code: 1 if a line of a prompt file failed, else 0.
     """
     log.set_level(run.output.log_level)
-    if groups is None:  # ranks have said it before they met
+    if groups is None:  # ranks log it before the rendezvous
         _log_start(run.settings["task"])
     for notice in run.notices:
         logger.warning(env.make_flag_naming().render(notice))

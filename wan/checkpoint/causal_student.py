@@ -1,4 +1,4 @@
-"""Tells causal students from t2v and ti2v networks, which have the same tensors; no torch."""
+"""Distinguishes causal students from t2v and ti2v networks with the same tensors; no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the official configurations share."""
+"""Values that all official configurations share."""
 
 from easydict import EasyDict
 

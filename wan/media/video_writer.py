@@ -81,7 +81,7 @@ class Mp4Encoder:
             output: Frame rate, and the final path `save_file` for messages.
             comment: The mp4's tag "comment", a JSON object that begins like `DEFAULT_COMMENT`.
             lossless: Store the RGB values exactly (libx264rgb).
-            is_stream: Encode each frame at once, into a fragment of its own; frames are not
+            is_stream: Encode each frame at once, into a separate fragment; frames are not
                 counted in the end.
         """
         self.path, self._output, self._comment = path, output, comment
@@ -107,7 +107,7 @@ class Mp4Encoder:
         output_args = build_output_args(self.path, fragmented=self._is_stream)
         args = [*raw_args, "-i", "-", *codec_args, *output_args]
         with wrap_write_errors(self._output.save_file):
-            if self._is_stream:  # a new file, so that no reader goes on with other frames
+            if self._is_stream:  # a new file, so that no reader continues with other frames
                 self.path.unlink(missing_ok=True)
                 create_file(self.path)
             self._process = start_ffmpeg(args, writes=True)

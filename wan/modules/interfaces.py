@@ -24,7 +24,7 @@ from wan.utils.partial_attention import KvBlock
 
 
 class LayerKeys(Protocol):
-    """Keys other than those of its own tokens, in one call of self-attention."""
+    """Keys other than those of the tokens, in one call of self-attention."""
 
     @property
     def needs_lse(self) -> bool:
@@ -60,7 +60,7 @@ class LayerKeys(Protocol):
 
 
 class FurtherKeys(Protocol):
-    """Keys other than those of its own tokens, in a forward pass.
+    """Keys other than those of the tokens, in a forward pass.
 
     They are those of a reference video (`wan.modules.reference_kv`), or of earlier frames
     (`wan.modules.kv_cache`).

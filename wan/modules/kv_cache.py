@@ -5,7 +5,7 @@ the kept keys of earlier frames: the first frames of the video (the sink) and th
 window). Keys are kept as they are attended to, normalized and rotated by their absolute positions.
 
 The place of a frame in the cache follows from its number alone. So the keys of a block replace
-those of its own earlier forward passes, however many there are, and the first pass of a block
+those of its earlier forward passes, however many there are, and the first pass of a block
 replaces the frames that leave the window.
 
 Legend: S tokens, N heads of a chunk on this rank, D head size, T frames in the cache, A tokens of a
@@ -31,7 +31,7 @@ class KVCache:
     """The kept keys and values of all blocks of the network, for the heads of this rank.
 
     Attributes:
-        window: Frames to which a token attends at most, with the sink and its own block.
+        window: Frames to which a token attends at most, with the sink and the token's block.
         sink: First frames of the video that are never replaced.
         layers: (layer, head chunk) -> keys and values, [T,A,N,D] each.
     """

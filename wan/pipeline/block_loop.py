@@ -1,6 +1,6 @@
 """The denoising loop of a causal network: block after block of a video's latent frames.
 
-A block is denoised in the steps of the noise schedule, by a solver of its own. One more forward
+A block is denoised in the steps of the noise schedule, by a separate solver. One more forward
 pass at timestep 0 keeps the keys and values of the clean block, to which later blocks attend. The
 initial noise of the whole video is drawn first, then that of the stochastic steps, block by block.
 

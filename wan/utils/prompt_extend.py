@@ -92,7 +92,7 @@ class PromptExpander:
 
 
 class DashScopePromptExpander(PromptExpander):
-    """Asks the service of DASH_API_URL, by default Alibaba's, with the key of DASH_API_KEY."""
+    """Calls the service of DASH_API_URL, by default Alibaba's, with the key of DASH_API_KEY."""
 
     method = "dashscope"
 

@@ -47,7 +47,7 @@ _DTYPES = {  # PyTorch's storage class or dtype -> (safetensors' spelling, bytes
     "float8_e5m2": ("F8_E5M2", 1),
 }
 _STATE_DICT = "state_dict"
-_STUDENT, _CRITIC = "generator_ema", "critic"  # of a distillation, beside the last `generator`
+_STUDENT, _CRITIC = "generator_ema", "critic"  # of a distillation, next to the last `generator`
 _ALPHA_END = ".alpha"  # of the name of a LoRA's alpha
 _GIVE_PLAIN_TENSORS = "give a file of plain tensors, as safetensors"
 _DOWNLOAD_AGAIN = "download it again"
@@ -368,7 +368,7 @@ def _select_weights(path: Path, content: Any) -> dict[str, TensorInfo]:
         content = content[_STATE_DICT]  # training checkpoints nest the weights
     elif isinstance(content, Mapping) and len(find_foreign_names(content)) == len(content):
         sets = [name for name, value in content.items() if is_weights(value) and name != _CRITIC]
-        if _STUDENT in sets:  # its name tells causal students from other networks
+        if _STUDENT in sets:  # its name distinguishes causal students from other networks
             return {f"{_STUDENT}.{name}": x for name, x in content[_STUDENT].items()}
         if len(sets) > 1:
             why = f"holds {len(sets)} sets of weights ({list_names(map(str, sets))})"

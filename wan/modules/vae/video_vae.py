@@ -106,7 +106,7 @@ class LatentBlocks:
             try:
                 self._finished_blocks.append(next(self._blocks))
                 if sum(block.shape[1] for block in self._finished_blocks) == self.shape[1]:
-                    next(self._blocks, None)  # what it does after the last block: release networks
+                    next(self._blocks, None)  # it releases networks after the last block
             except Exception as error:
                 self._error = error
                 raise

@@ -59,7 +59,7 @@ def is_available() -> bool:
 def convolve(
     conv: nn.Conv2d | nn.Conv3d, frames: Sequence[Tensor | None], upsampled: bool = False
 ) -> Tensor:
-    """Convolves frames whose border is there already.
+    """Convolves frames that have a border.
 
     Args:
         conv: A convolution of 3x3 (T = 1) or 3x3x3 (T = 3) without padding, with a bias.

@@ -15,7 +15,7 @@ from wan.serve.requests.refusals import RefusedError
 from wan.settings.command import Output
 from wan.settings.values import switch
 
-_POLL_SECONDS = 0.2  # seconds between two looks at a file that has not grown
+_POLL_SECONDS = 0.2  # seconds between two checks of a file that has not grown
 _CHUNK_BYTES = 1 << 16
 
 

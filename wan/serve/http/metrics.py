@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from wan.serve.jobs.job import ServiceJob
-from wan.serve.queue.order import read_clock
+from wan.serve.queue.scheduling import read_clock
 from wan.serve.queue.service import Service
 
 _SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10000)

@@ -23,7 +23,7 @@ from wan.serve.jobs.job import ServiceJob, hash_request
 from wan.serve.jobs.journal import MAX_ATTEMPTS, Journal
 from wan.serve.jobs.journal_file import JournalError
 from wan.serve.queue.deliveries import DeliveryQueue
-from wan.serve.queue.order import (
+from wan.serve.queue.scheduling import (
     Estimates,
     choose_batch_size,
     choose_first_job,
