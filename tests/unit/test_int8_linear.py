@@ -61,10 +61,10 @@ def test_rounds_its_parameters_to_the_model_dtype() -> None:
 def test_in_cpp_bit_for_bit(
     dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Odd sizes, zeros, halves between two integers, and a layer without a bias."""
+    """Odd sizes, several slices, zeros, halves between integers, and a layer without a bias."""
     monkeypatch.setattr("wan.kernels.int8_linear.MIN_CPP_NUMEL", 0)
-    linear = make_layer(19, columns, dtype=dtype, smooth=columns == 33)
-    x = torch.randn(7, columns, generator=torch.Generator().manual_seed(3)).mul(3).to(dtype)
+    linear = make_layer(1043, columns, dtype=dtype, smooth=columns == 33)
+    x = torch.randn(2055, columns, generator=torch.Generator().manual_seed(3)).mul(3).to(dtype)
     x[1] = torch.linspace(-127, 127, 2 * columns)[:columns].div(0.5).round().div(2)
     out = linear(x)
     assert torch.equal(out, torch.from_numpy(apply_with_numpy(linear, x)).to(dtype))

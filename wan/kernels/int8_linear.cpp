@@ -1,6 +1,6 @@
 // Both ends of an int8 linear layer for CPUs with AVX-512, compiled by `int8_linear.py`.
 //
-// Tensors are contiguous; bfloat16 is passed as 16-bit integers. All arithmetic is that of
+// Tensors are contiguous but for `out`; bfloat16 is passed as 16-bit integers. All arithmetic is that of
 // PyTorch's float32 operations, in the same order, so that bits are equal.
 
 #include <immintrin.h>
@@ -63,7 +63,8 @@ void quantize(const T* x, int64_t rows, int64_t columns, int8_t* values, float* 
 
 template <typename T>
 void scale_sums(const int32_t* sums, const float* weight_scales, const float* token_scales,
-                const float* bias, int64_t rows, int64_t columns, T* out, int threads) {
+                const float* bias, int64_t rows, int64_t columns, T* out, int64_t stride,
+                int threads) {
 #pragma omp parallel for num_threads(threads)
   for (int64_t row = 0; row < rows; ++row) {
     const __m512 token_scale = _mm512_set1_ps(token_scales[row]);
@@ -73,7 +74,7 @@ void scale_sums(const int32_t* sums, const float* weight_scales, const float* to
       __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), load(weight_scales + i, mask));
       y = _mm512_mul_ps(y, token_scale);
       if (bias) y = _mm512_add_ps(y, load(bias + i, mask));
-      store(out + row * columns + i, mask, y);
+      store(out + row * stride + i, mask, y);
     }
   }
 }
@@ -91,13 +92,16 @@ void quantize_rows(const void* x, int is_bfloat16, int64_t rows, int64_t columns
     quantize((const float*)x, rows, columns, values, scales, threads);
 }
 
-// Computes ((sum * weight scale) * token scale) + bias; the bias may be null.
+// Computes ((sum * weight scale) * token scale) + bias; the bias may be null. The rows of `out` lie
+// `stride` values apart.
 void scale_products(const int32_t* sums, const float* weight_scales, const float* token_scales,
-                    const float* bias, int64_t rows, int64_t columns, void* out, int is_bfloat16,
-                    int threads) {
+                    const float* bias, int64_t rows, int64_t columns, void* out, int64_t stride,
+                    int is_bfloat16, int threads) {
   if (is_bfloat16)
-    scale_sums(sums, weight_scales, token_scales, bias, rows, columns, (uint16_t*)out, threads);
+    scale_sums(sums, weight_scales, token_scales, bias, rows, columns, (uint16_t*)out, stride,
+               threads);
   else
-    scale_sums(sums, weight_scales, token_scales, bias, rows, columns, (float*)out, threads);
+    scale_sums(sums, weight_scales, token_scales, bias, rows, columns, (float*)out, stride,
+               threads);
 }
 }

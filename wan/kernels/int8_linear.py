@@ -7,6 +7,7 @@ are summed exactly in int32 and scaled in float32: ((sum * weight scale) * token
 bits of a token's result do not depend on how tokens are divided into calls, ranks or chunks.
 
 On CPUs with AVX-512, large layers quantize and scale in C++, one pass each, with the same bits.
+They multiply by a few output channels at a time, whose sums then stay in the cache.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from wan.utils.log import logger, summarize_error
 
 MIN_CPP_NUMEL = 1 << 20  # of a weight: smaller layers do not repay compiling
 _CPP_DTYPES = torch.float32, torch.bfloat16
+_CPP_ROWS, _CPP_COLUMNS = 2048, 512  # of a product: 4 MiB of sums; tokens and output channels
 _CUDA_ROWS, _CUDA_MULTIPLE = 32, 8  # CUDA's int8 product needs 17 rows or more, sizes 8n
 
 
@@ -72,50 +74,57 @@ class W8A8Linear(nn.Module):
         x_LI = x.reshape(-1, self.in_features)
         if torch.compiler.is_compiling():  # the compiler fuses the operations
             return self._multiply(x_LI).view(*x.shape[:-1], self.out_features)
-        rows = max(1, get_int8_slice_numel(self.device_type or x.device.type) // self.out_features)
+        uses_cpp = self._uses_cpp(x)
+        numel = get_int8_slice_numel(self.device_type or x.device.type)
+        rows = _CPP_ROWS if uses_cpp else max(1, numel // self.out_features)
         out_LO = torch.empty(len(x_LI), self.out_features, dtype=self.dtype, device=x.device)
         for first in range(0, len(x_LI), rows):
             token_slice = slice(first, first + rows)
-            out_LO[token_slice] = self._multiply(x_LI[token_slice])
+            if uses_cpp:
+                self._multiply_in_cpp(x_LI[token_slice], out_LO[token_slice])
+            else:
+                out_LO[token_slice] = self._multiply(x_LI[token_slice])
         return out_LO.view(*x.shape[:-1], self.out_features)
 
     def _multiply(self, x_LI: Tensor) -> Tensor:
-        x_LI = x_LI.to(self.dtype)
-        if self.factors is not None:
-            x_LI = x_LI * self.factors
-        if self._uses_cpp(x_LI):
-            return self._multiply_in_cpp(x_LI)
-        values_LI, scale_L1 = quantize_per_token(x_LI)
+        values_LI, scale_L1 = quantize_per_token(self._smooth(x_LI))
         out_LO = multiply_int8(values_LI, self.weight).float()
         out_LO = out_LO.mul_(self.weight_scale).mul_(scale_L1)
         out_LO = out_LO if self.bias is None else out_LO.add_(self.bias)
         return out_LO.to(self.dtype)
 
-    def _uses_cpp(self, x_LI: Tensor) -> bool:
-        is_supported = x_LI.device.type == "cpu" and self.dtype in _CPP_DTYPES
-        is_large = self.weight.numel() >= MIN_CPP_NUMEL
-        return is_supported and is_large and not torch.compiler.is_compiling() and _has_compiled()
+    def _smooth(self, x_LI: Tensor) -> Tensor:
+        x_LI = x_LI.to(self.dtype)
+        return x_LI if self.factors is None else x_LI * self.factors
 
-    def _multiply_in_cpp(self, x_LI: Tensor) -> Tensor:
+    def _uses_cpp(self, x: Tensor) -> bool:
+        is_supported = x.device.type == "cpu" and self.dtype in _CPP_DTYPES
+        return is_supported and self.weight.numel() >= MIN_CPP_NUMEL and _has_compiled()
+
+    def _multiply_in_cpp(self, x_LI: Tensor, out_LO: Tensor) -> None:
         library, threads = _load_int8_library(), torch.get_num_threads()
-        x_LI, is_bfloat16 = x_LI.contiguous(), self.dtype == torch.bfloat16
+        x_LI, is_bfloat16 = self._smooth(x_LI).contiguous(), self.dtype == torch.bfloat16
         values_LI = torch.empty(x_LI.shape, dtype=torch.int8)
         scale_L1 = torch.empty(len(x_LI), 1)
         pointers = values_LI.data_ptr(), scale_L1.data_ptr()
         library.quantize_rows(x_LI.data_ptr(), is_bfloat16, *x_LI.shape, *pointers, threads)
-        sums_LO = multiply_int8(values_LI, self.weight)
-        out_LO = torch.empty(sums_LO.shape, dtype=self.dtype)
-        library.scale_products(
-            sums_LO.data_ptr(),
-            self.weight_scale.data_ptr(),
-            scale_L1.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            *sums_LO.shape,
-            out_LO.data_ptr(),
-            is_bfloat16,
-            threads,
-        )
-        return out_LO
+        memory = torch.empty(len(x_LI) * _CPP_COLUMNS, dtype=torch.int32)
+        for first in range(0, self.out_features, _CPP_COLUMNS):
+            columns = slice(first, first + _CPP_COLUMNS)
+            weight_OI, out = self.weight[columns], out_LO[:, columns]
+            sums_LO = memory[: out.numel()].view(out.shape)
+            torch_private.int8_matmul(values_LI, weight_OI.t(), out=sums_LO)
+            library.scale_products(
+                sums_LO.data_ptr(),
+                self.weight_scale[columns].data_ptr(),
+                scale_L1.data_ptr(),
+                None if self.bias is None else self.bias[columns].data_ptr(),
+                *sums_LO.shape,
+                out.data_ptr(),
+                self.out_features,
+                is_bfloat16,
+                threads,
+            )
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, int8 -> {self.dtype}"
@@ -178,5 +187,6 @@ def _load_int8_library() -> ctypes.CDLL:
     pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.quantize_rows.restype = library.scale_products.restype = None
     library.quantize_rows.argtypes = [pointer, number, *[integer] * 2, *[pointer] * 2, number]
-    library.scale_products.argtypes = [*[pointer] * 4, *[integer] * 2, pointer, number, number]
+    operands, sizes = [pointer] * 4, [integer] * 2
+    library.scale_products.argtypes = [*operands, *sizes, pointer, integer, number, number]
     return library

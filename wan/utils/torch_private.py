@@ -134,9 +134,9 @@ def cudnn_attention_on_cuda(
     return outputs[0], outputs[1].squeeze(-1)  # cuDNN's statistics are [B,N,S,1]
 
 
-def int8_matmul(a_LI: Tensor, b_IO: Tensor) -> Tensor:
+def int8_matmul(a_LI: Tensor, b_IO: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns an int8 matrix product [L,O] in int32; the public function returns int8."""
-    return torch._int_mm(a_LI, b_IO)
+    return torch._int_mm(a_LI, b_IO) if out is None else torch._int_mm(a_LI, b_IO, out=out)
 
 
 def fp8_matmul(a_LI: Tensor, b_IO: Tensor) -> Tensor:
