@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from copy import deepcopy
 from dataclasses import fields
 from functools import partial
 from itertools import product
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -18,6 +20,7 @@ from tests.numerics.recorded import STEP, SampleRecorder
 from tests.refusals import check_refusals, get_refusal
 from wan.kernels.interfaces import SmallOps
 from wan.kernels.sdpa import SdpaKernel
+from wan.kernels.weight_only_linear import WeightOnlyLinear
 from wan.modules.fused_ops import BlockOps, compute_layer_norm, compute_rms_norm, modulated_norm
 from wan.modules.interfaces import ModelComponents, SingleDeviceAttention
 from wan.modules.model import WanModel, find_timestep_segments
@@ -30,6 +33,7 @@ from wan.modules.rope import (
 from wan.modules.text_kv_cache import InputCache
 from wan.settings.numerics import keeps_fp32
 from wan.testing.measuring import measure_peak_bytes
+from wan.utils.torch_private import has_bf16_linear_gelu, linear_gelu
 
 CACHED = ModelComponents(text_kv_cache=True)
 TINY = {"dim": 48, "ffn_dim": 64, "num_heads": 4, "num_layers": 2, "text_dim": 16, "text_len": 8}
@@ -311,9 +315,33 @@ def test_every_norm_and_rotation_uses_the_operations_passed_in() -> None:
 
         return call
 
-    assert {field.name for field in fields(SmallOps)} == PLAIN.keys()
+    assert {field.name for field in fields(SmallOps)} - {"linear_gelu"} == PLAIN.keys()
     assert torch.equal(compute_velocity(**{n: count_calls(n) for n in PLAIN}), compute_velocity())
     assert calls == {"rms_norm": 2 * 4, "layer_norm": 2, "modulated_norm": 2 * 2 + 1, "rope": 2 * 2}
+
+
+@pytest.mark.skipif(not has_bf16_linear_gelu(), reason="this CPU has no bfloat16 products")
+def test_fused_product_and_gelu() -> None:
+    """It rounds once; an upcast weight gives the same bits; hooks such as a LoRA's are called."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 37, 48, generator=generator).bfloat16()
+    linear = torch.nn.Linear(48, 64).bfloat16().requires_grad_(False)
+    upcast = WeightOnlyLinear(linear.weight.data, Tensor.float, linear.bias, in_features=48)
+    exact_linear = deepcopy(linear).double()
+    plain_ops, ops = BlockOps(), BlockOps(SmallOps(linear_gelu=linear_gelu))
+
+    def apply_exactly() -> Tensor:
+        return F.gelu(exact_linear(x.double()), approximate="tanh")
+
+    with torch.no_grad():
+        exact, fused = apply_exactly(), ops.linear_gelu(linear, x)
+        separate_error = (plain_ops.linear_gelu(linear, x) - exact).abs().mean()
+        rounding = (exact.bfloat16() - exact).abs().mean()
+        assert (fused - exact).abs().mean() < 1.02 * rounding < 0.9 * separate_error
+        assert torch.equal(ops.linear_gelu(upcast, x), fused)
+        linear.register_forward_hook(lambda _, args, y: y + 1)
+        exact_linear.bias += 1
+        assert (ops.linear_gelu(linear, x) - apply_exactly()).abs().max() < 0.05
 
 
 @pytest.mark.parametrize(("gated", "dtype"), [*product((True, False), DTYPES)])

@@ -135,13 +135,19 @@ class WeightOnlyLinear(nn.Module):
         return y
 
     def _multiply(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._get_weight(x), self.bias)
+
+    def get_dense_weight(self, x: Tensor) -> Tensor | None:
+        """See `wan.kernels.interfaces.get_dense_weight`."""
+        return None if self.lora_up is not None or self._num_kroneckers else self._get_weight(x)
+
+    def _get_weight(self, x: Tensor) -> Tensor:
         shape = self.out_features, self.in_features
         if self._memory is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             weight_OI = x.new_empty(shape)
             self._upcast(weight_OI)
-        else:
-            weight_OI = self._memory.get_or_fill(self, x, shape, self._upcast_at_once)
-        return F.linear(x, weight_OI, self.bias)
+            return weight_OI
+        return self._memory.get_or_fill(self, x, shape, self._upcast_at_once)
 
     def _upcast_at_once(self, weight_OI: Tensor) -> None:
         """Writes the weight, in one pass where that is possible."""
@@ -177,6 +183,9 @@ class FP8Linear(WeightOnlyLinear):
     in the dtype of x. On devices other than CUDA the values are multiplied in float32, as a
     reference.
     """
+
+    def get_dense_weight(self, x: Tensor) -> Tensor | None:
+        return None
 
     def _multiply(self, x: Tensor) -> Tensor:
         x_LI = x.reshape(-1, self.in_features)

@@ -80,9 +80,7 @@ class WanAttentionBlock(nn.Module):
         self.self_attn = WanSelfAttention(sizes, layer, components)
         self.norm3 = nn.LayerNorm(dim, sizes.eps) if sizes.cross_attn_norm else nn.Identity()
         self.cross_attn = WanCrossAttention(sizes, components)
-        self.ffn = nn.Sequential(
-            nn.Linear(dim, sizes.ffn_dim), TanhGELU(components.ops), nn.Linear(sizes.ffn_dim, dim)
-        )
+        self.ffn = FeedForward(dim, sizes.ffn_dim, components.ops)
         self.modulation = nn.Parameter(nn.init.normal_(torch.empty(1, 6, dim), std=dim**-0.5))
 
     def forward(
@@ -133,6 +131,17 @@ class WanAttentionBlock(nn.Module):
         with trace.span("feed-forward"):
             y_BLC = self.ffn(y_BLC)
         return ops.gated_add(x_BLC, y_BLC, gate2, segments), context_kv
+
+
+class FeedForward(nn.Sequential):
+    """Two linear layers, `0` and `2`, with GELU between them."""
+
+    def __init__(self, dim: int, hidden_dim: int, ops: BlockOps) -> None:
+        super().__init__(nn.Linear(dim, hidden_dim), TanhGELU(ops), nn.Linear(hidden_dim, dim))
+        self.ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[2](self.ops.linear_gelu(self[0], x))
 
 
 class Head(nn.Module):

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from wan.kernels.interfaces import PLAIN_OPS, SmallOps
+from wan.kernels.interfaces import PLAIN_OPS, SmallOps, get_dense_weight
 from wan.modules.rope import RopeTable, apply_rope
 from wan.settings.numerics import get_slice_numel
-from wan.utils.torch_private import gelu_in_place
+from wan.utils.torch_private import gelu_in_place, is_called_directly
 
 _GELU = 2 * math.sqrt(2 / math.pi)
 
@@ -58,6 +58,7 @@ class BlockOps:
         self._layer_norm_kernel = ops.layer_norm or compute_layer_norm
         self._rms_norm_kernel = ops.rms_norm or compute_rms_norm
         self._rope_kernel = ops.rope or apply_rope
+        self._linear_gelu_kernel = ops.linear_gelu
 
     def modulated_norm(
         self,
@@ -153,6 +154,18 @@ class BlockOps:
         if write is not None:
             write(x_BLND, 0)
         return x_BLND
+
+    def linear_gelu(self, linear: nn.Module, x_BLC: Tensor) -> Tensor:
+        """Applies a linear layer, and GELU with the tanh approximation."""
+        kernel = self._linear_gelu_kernel
+        is_supported = x_BLC.device.type == "cpu" and x_BLC.dtype == torch.bfloat16
+        is_plain_call = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if kernel is None or not is_supported or not is_plain_call:
+            return self.gelu(linear(x_BLC))
+        weight_OI = get_dense_weight(linear, x_BLC) if is_called_directly(linear) else None
+        if weight_OI is None:
+            return self.gelu(linear(x_BLC))
+        return kernel(x_BLC, weight_OI, linear.bias)  # type: ignore[arg-type]
 
     def gelu(self, x_BLC: Tensor) -> Tensor:
         """Applies GELU with the tanh approximation; in place in inference."""

@@ -150,6 +150,21 @@ def gelu_in_place(x: Tensor) -> Tensor:
     return _aten.gelu_(x, approximate="tanh")
 
 
+def linear_gelu(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Computes GELU (tanh) of x W^T + bias in one kernel of oneDNN, on CPUs; rounds once."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "gelu", [], "tanh")
+
+
+def has_bf16_linear_gelu() -> bool:
+    """Whether `linear_gelu` takes bfloat16 on this CPU."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def is_called_directly(module: nn.Module) -> bool:
+    """Whether a call of the module is that of its class: no hooks, and no replaced forward."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 def use_private_compiler_cache() -> None:
     """Lets the compilers load and keep code only where nobody but the user can write.
 
