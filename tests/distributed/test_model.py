@@ -329,7 +329,7 @@ def test_refusals_of_the_layer() -> None:
     layer = FAPowerCapAttention(comm_type=0, methods=make_small_methods("fp8"))
     reference: Any = object()
     with pytest.raises(ValueError) as refusal:
-        layer.start(torch.zeros(1, 4, 8), 1, reference=reference)
+        layer.start(torch.zeros(1, 4, 8), 1, further_keys=reference)
     messages["reference with FP8"] = str(refusal.value)
     (messages["one head"],) = {
         text for texts in run_on_ranks(2, attend_with_one_head) for text in texts

@@ -151,7 +151,7 @@ class WanAnimate2Model(WanModel):
                 f"x has {list(grid)} tokens along frame, height and width, but reference_kv was "
                 f"computed for {list(layout.generated)}."
             )
-        stream = self._make_stream(grid, x.device, reference=reference_pass)
+        stream = self._make_stream(grid, x.device, further_keys=reference_pass)
         if reference_kv.is_complete:
             return stream
         cos, sin = make_rope_table(layout.positions, self.dim // self.num_heads)

@@ -78,7 +78,7 @@ class _Call:
     Attributes:
         shape: [B,s,N,D] of the result.
         backend: None: the dense kernel.
-        reference: Further keys.
+        further_keys: Keys of a reference video or of earlier frames.
         buffer: Send buffer into which q, k and v are written; None: they are kept as tensors.
         unsent: q, k and v of the chunks that have not been sent.
         last_result: All-to-all of the last chunk whose result has been written.
@@ -92,7 +92,7 @@ class _Call:
     chunks: list[_HeadChunk]
     valid_len: int | None
     backend: AttentionBackend | None
-    reference: LayerKeys | None = None
+    further_keys: LayerKeys | None = None
     buffer: PackedBuffer | None = None
     qkv: dict[int, Tensor] = field(default_factory=dict)
     unsent: dict[int, ChunkQKV] = field(default_factory=dict)
@@ -210,7 +210,7 @@ class FAPowerCapAttention:
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
-        reference: LayerKeys | None = None,
+        further_keys: LayerKeys | None = None,
     ) -> _Call:
         """Starts a call whose q, k and v are written one after the other.
 
@@ -222,15 +222,15 @@ class FAPowerCapAttention:
             num_heads: N.
             valid_len: As in `__call__`.
             step: As in `__call__`.
-            reference: Further keys; ValueError if a backend applies to the call, or the kernel
-                returns no log-sum-exp and they need it.
+            further_keys: Also attended to; ValueError if a backend applies to the call, or they
+                need the log-sum-exp and the kernel does not return it.
         """
         batch, num_tokens, channels = x_BsC.shape
         width = channels // num_heads
         call = self._make_call((batch, num_tokens, num_heads, width), x_BsC, valid_len, step)
-        call.reference = reference
-        is_complete = self.kernel.can_return_lse or not (reference and reference.needs_lse)
-        if reference is not None and (call.backend or not is_complete):
+        call.further_keys = further_keys
+        is_complete = self.kernel.can_return_lse or not (further_keys and further_keys.needs_lse)
+        if further_keys is not None and (call.backend or not is_complete):
             name = (call.backend or self.kernel).name
             raise ValueError(f"{name} cannot attend to further keys (no log-sum-exp).")
         quantizes = call.backend is not None and call.backend.quantizes_before_exchange
@@ -411,27 +411,27 @@ class FAPowerCapAttention:
             num_tokens = q.values.shape[1]
             ring_size, ring_rank = (1, 0) if self.ring is None else (self.ring.size, self.ring.rank)
             total_valid = ring_size * num_tokens if call.valid_len is None else call.valid_len
-            valid_per_rank = [
+            valid_rows = [
                 attention_modes.count_valid_rows(total_valid, rank, num_tokens)
                 for rank in range(ring_size)
             ]
             row_multiple = 1 if call.backend is None else call.backend.q_multiple
-            ranges = attention_modes.q_ranges(valid_per_rank[ring_rank], blocks, row_multiple)
+            ranges = attention_modes.q_ranges(valid_rows[ring_rank], blocks, row_multiple)
             query_blocks = [(start, stop) for start, stop in ranges if start < stop]
-            if call.reference is None:
+            if call.further_keys is None:
                 block_outputs = self._attention_forward(
-                    q, k, v, query_blocks, valid_per_rank, call.backend, chunk.step
+                    q, k, v, query_blocks, valid_rows, call.backend, chunk.step
                 )
             else:
-                block_outputs = self._attend_with_reference(
-                    call.reference, chunk, (q, k, v), query_blocks, valid_per_rank
+                block_outputs = self._attend_with_further_keys(
+                    call.further_keys, chunk, (q, k, v), query_blocks, valid_rows
                 )
             if query_blocks == [(0, num_tokens)]:
                 return block_outputs[0]
             out = torch.empty(q.values.shape, dtype=call.dtype, device=q.values.device)
             for (start, stop), block_output in zip(query_blocks, block_outputs, strict=True):
                 out[:, start:stop] = block_output
-            out[:, valid_per_rank[ring_rank] :] = 0
+            out[:, valid_rows[ring_rank] :] = 0
             return out
 
     def _exchange_out(self, chunk: _HeadChunk, out_BShD: Tensor) -> PendingExchange:
@@ -456,7 +456,7 @@ class FAPowerCapAttention:
         k: AttentionInput,
         v: AttentionInput,
         query_blocks: list[Range],
-        valid_per_rank: list[int],
+        valid_rows: list[int],
         backend: AttentionBackend | None,
         step: StepInfo | None,
     ) -> list[Tensor]:
@@ -465,13 +465,13 @@ class FAPowerCapAttention:
             if backend is None and self.kernel.can_return_lse:
                 queries = [q.values[:, start:stop] for start, stop in query_blocks]
                 return self.ring.attend(
-                    self.kernel.with_lse, queries, k.values, v.values, valid_per_rank
+                    self.kernel.with_lse, queries, k.values, v.values, valid_rows
                 )
             with trace.span("gather", k.values, what="k"):
                 k = k.map(self.ring.gather)
             with trace.span("gather", v.values, what="v"):
                 v = v.map(self.ring.gather)
-        k, v = k.slice_rows(0, sum(valid_per_rank)), v.slice_rows(0, sum(valid_per_rank))
+        k, v = k.slice_rows(0, sum(valid_rows)), v.slice_rows(0, sum(valid_rows))
         if not query_blocks:
             return []
         attend = self._make_dense_attend(k, v)
@@ -483,29 +483,29 @@ class FAPowerCapAttention:
                 outputs.append(attend(q.slice_rows(start, stop), start))
         return outputs
 
-    def _attend_with_reference(
+    def _attend_with_further_keys(
         self,
-        reference: LayerKeys,
+        further_keys: LayerKeys,
         chunk: _HeadChunk,
         qkv: QKV,
         query_blocks: list[Range],
-        valid_per_rank: list[int],
+        valid_rows: list[int],
     ) -> list[Tensor]:
-        """As `_attention_forward`; records the reference's keys, or attends to them as well."""
+        """As `_attention_forward`; records the call's keys, or attends to further ones as well."""
         ring, (q, k, v) = self.ring, qkv
         rank, size = (0, 1) if ring is None else (ring.rank, ring.size)
         device_type = None if ring is None else ring.device_type
-        if reference.is_recording:
-            total = sum(valid_per_rank)
+        if further_keys.is_recording:
+            total = sum(valid_rows)
             keys, values = (x.values if ring is None else ring.gather(x.values) for x in (k, v))
-            reference.record(chunk.index, keys[:, :total], values[:, :total], (rank, size))
-            return self._attention_forward(*qkv, query_blocks, valid_per_rank, None, chunk.step)
+            further_keys.record(chunk.index, keys[:, :total], values[:, :total], (rank, size))
+            return self._attention_forward(*qkv, query_blocks, valid_rows, None, chunk.step)
         first_row = rank * q.values.shape[1]
         queries = [(first_row + start, q.values[:, start:stop]) for start, stop in query_blocks]
         own_block = [(rank, k.values, v.values)]
         kv_blocks = own_block if ring is None else ring.exchange_blocks(k.values, v.values)
-        return reference.attend(
-            self.kernel, queries, kv_blocks, valid_per_rank, chunk.index, device_type
+        return further_keys.attend(
+            self.kernel, queries, kv_blocks, valid_rows, chunk.index, device_type
         )
 
     def _make_dense_attend(self, k: AttentionInput, v: AttentionInput) -> AttendRows:

@@ -55,7 +55,7 @@ class SharedInputs:
         rope: Rows of the RoPE table of this rank's tokens.
         valid_len: Number of real tokens in the global sequence.
         step: Sampling step, expert and branch, for attention layers and caches.
-        reference: Further keys of self-attention.
+        further_keys: To which self-attention attends as well as to the tokens' own.
         second_text: [B,T,C], embedded second text, for guidance in cross-attention.
     """
 
@@ -63,7 +63,7 @@ class SharedInputs:
     rope: RopeTable
     valid_len: int
     step: StepInfo | None = None
-    reference: FurtherKeys | None = None
+    further_keys: FurtherKeys | None = None
     second_text: Tensor | None = None
 
 
@@ -217,13 +217,13 @@ class WanSelfAttention(WanAttention):
         self.attention, self.layer = components.attention(layer), layer
 
     def forward(self, x_BLC: Tensor, shared_inputs: SharedInputs) -> Tensor:
-        reference = shared_inputs.reference
+        further_keys = shared_inputs.further_keys
         call = self.attention.start(
             x_BLC,
             self.num_heads,
             valid_len=shared_inputs.valid_len,
             step=shared_inputs.step,
-            reference=None if reference is None else reference.get_layer(self.layer),
+            further_keys=None if further_keys is None else further_keys.get_layer(self.layer),
         )
         # This frame holds no reference to q, k and v: the call decides when they are freed.
         for index, project in enumerate((self.project_q, self.project_k)):

@@ -74,7 +74,7 @@ class WanCausalModel(WanModel):
         further_keys = CachedPass(kv_cache, frames, range(self.num_layers))
 
         def make_conditioning(_: int) -> StreamConditioning:
-            stream = self._make_stream(grid, x[0].device, reference=further_keys)
+            stream = self._make_stream(grid, x[0].device, further_keys=further_keys)
             return replace(stream, rope=self._get_rope(frames, grid, x[0].device))
 
         return self._run_samples(x, t, context, None, step, make_conditioning)

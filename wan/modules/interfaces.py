@@ -102,11 +102,11 @@ class SelfAttention(Protocol):
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
-        reference: LayerKeys | None = None,
+        further_keys: LayerKeys | None = None,
     ) -> AttentionCall:
         """Starts a call for q, k and v with the tokens, dtype and device of x.
 
-        reference: Further keys.
+        further_keys: Attended to as well as those of the tokens.
         """
 
 
@@ -177,9 +177,9 @@ class SingleDeviceAttention:
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
-        reference: LayerKeys | None = None,
+        further_keys: LayerKeys | None = None,
     ) -> TensorCall:
-        attend = self if reference is None else partial(self, reference=reference)
+        attend = self if further_keys is None else partial(self, further_keys=further_keys)
         return TensorCall(partial(attend, valid_len=valid_len, step=step))
 
     def __call__(
@@ -191,16 +191,16 @@ class SingleDeviceAttention:
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
-        reference: LayerKeys | None = None,
+        further_keys: LayerKeys | None = None,
     ) -> Tensor:
         """Computes attention to the first `valid_len` keys; `step` is ignored."""
         k_BLND, v_BLND = k_BLND[:, :valid_len], v_BLND[:, :valid_len]
-        if reference is not None and reference.is_recording:
-            reference.record(0, k_BLND, v_BLND)
-        elif reference is not None:
+        if further_keys is not None and further_keys.is_recording:
+            further_keys.record(0, k_BLND, v_BLND)
+        elif further_keys is not None:
             kv_blocks, valid_rows = [(0, k_BLND, v_BLND)], [k_BLND.shape[1]]
             with trace.add_context(chunk=0):
-                return reference.attend(self.kernel, [(0, q_BLND)], kv_blocks, valid_rows)[0]
+                return further_keys.attend(self.kernel, [(0, q_BLND)], kv_blocks, valid_rows)[0]
         with trace.span("attention", q_BLND, chunk=0, block=0, method="dense"):
             return self.kernel(q_BLND, k_BLND, v_BLND)
 

@@ -82,7 +82,7 @@ class StreamConditioning:
         after_block: Layer -> hook that updates the residual stream after its block.
         before_blocks: Hook that receives the residual stream before block 0; not called in steps in
             which the step cache skips block 0.
-        reference: Further keys of self-attention, and the layers that run.
+        further_keys: To which self-attention attends as well; they name the layers that run.
     """
 
     rope: RopeTable
@@ -93,7 +93,7 @@ class StreamConditioning:
     extra_tokens: Tensor | None = None
     after_block: Mapping[int, AfterBlock] = field(default_factory=dict)
     before_blocks: Callable[[Tensor], None] | None = None
-    reference: FurtherKeys | None = None
+    further_keys: FurtherKeys | None = None
 
     @property
     def local_video_tokens(self) -> slice:
@@ -304,7 +304,7 @@ class WanModel(PretrainedNetwork):
             rope=conditioning.rope,
             valid_len=sum(lengths),
             step=step,
-            reference=conditioning.reference,
+            further_keys=conditioning.further_keys,
             second_text=embedded_context.second_text,
         )
         inputs = BlockInputs(modulation_BR6C, embedded_context, shared_inputs)
@@ -343,13 +343,13 @@ class WanModel(PretrainedNetwork):
         stop: int | None,
     ) -> BlockIterator[Tensor]:
         """Runs blocks start to stop - 1 and the hooks of a subclass; see `IterateBlocks`."""
-        step, reference = inputs.shared_inputs.step, conditioning.reference
+        step, further_keys = inputs.shared_inputs.step, conditioning.further_keys
         if conditioning.before_blocks is not None and start == 0:
             conditioning.before_blocks(x_BLC)
         for layer, block in islice(enumerate(self.blocks), start, stop):
             yield layer
             if (step and layer in step.skipped_blocks) or (
-                reference and layer not in reference.layers
+                further_keys and layer not in further_keys.layers
             ):
                 _skip_block(block, layer)
             else:
