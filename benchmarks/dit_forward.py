@@ -38,7 +38,6 @@ from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
 from wan.checkpoint.names.keymaps import rename_dit_to_diffusers
 from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
-from wan.kernels.interfaces import PLAIN_OPS, SmallOps
 from wan.modules.fused_ops import BlockOps
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
@@ -46,11 +45,7 @@ from wan.settings.numerics import keeps_fp32
 from wan.settings.values import integer
 from wan.testing import measuring
 from wan.utils import system
-from wan.utils.torch_private import (
-    has_bf16_linear_gelu,
-    linear_gelu,
-    use_private_compiler_cache,
-)
+from wan.utils.torch_private import use_private_compiler_cache
 
 CHANNELS, TEXT_DIM, TEXT_LEN, PATCH, HEAD_DIM = 16, 4096, 512, (1, 2, 2), 128
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -93,12 +88,6 @@ class Bench:
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
-    @property
-    def ops(self) -> SmallOps:
-        """The device's kernels for small operations."""
-        has_linear_gelu = self.device.type == "cpu" and has_bf16_linear_gelu()
-        return SmallOps(linear_gelu=linear_gelu) if has_linear_gelu else PLAIN_OPS
-
     def make_model(self, text_kv_cache: bool = False, fused: bool = False) -> WanModel:
         return WanModel(
             in_dim=CHANNELS,
@@ -110,7 +99,9 @@ class Bench:
             num_heads=self.case.heads,
             num_layers=self.case.layers,
             components=ModelComponents(
-                ops=BlockOps(self.ops, CompiledOps(STEPS_BY_OP)) if fused else BlockOps(),
+                ops=BlockOps(run_op=CompiledOps(STEPS_BY_OP), fuses_gelu=True)
+                if fused
+                else BlockOps(),
                 text_kv_cache=text_kv_cache,
             ),
         )

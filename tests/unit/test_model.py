@@ -19,6 +19,7 @@ from torch.testing import assert_close
 from tests.numerics.recorded import STEP, SampleRecorder
 from tests.refusals import check_refusals, get_refusal
 from wan.kernels.interfaces import SmallOps
+from wan.kernels.linear import Linear, multiply
 from wan.kernels.sdpa import SdpaKernel
 from wan.kernels.weight_only_linear import WeightOnlyLinear
 from wan.modules.fused_ops import BlockOps, compute_layer_norm, compute_rms_norm, modulated_norm
@@ -33,7 +34,7 @@ from wan.modules.rope import (
 from wan.modules.text_kv_cache import InputCache
 from wan.settings.numerics import keeps_fp32
 from wan.testing.measuring import measure_peak_bytes
-from wan.utils.torch_private import has_bf16_linear_gelu, linear_gelu
+from wan.utils.torch_private import has_onednn_bf16
 
 CACHED = ModelComponents(text_kv_cache=True)
 TINY = {"dim": 48, "ffn_dim": 64, "num_heads": 4, "num_layers": 2, "text_dim": 16, "text_len": 8}
@@ -315,12 +316,28 @@ def test_every_norm_and_rotation_uses_the_operations_passed_in() -> None:
 
         return call
 
-    assert {field.name for field in fields(SmallOps)} - {"linear_gelu"} == PLAIN.keys()
+    assert {field.name for field in fields(SmallOps)} == PLAIN.keys()
     assert torch.equal(compute_velocity(**{n: count_calls(n) for n in PLAIN}), compute_velocity())
     assert calls == {"rms_norm": 2 * 4, "layer_norm": 2, "modulated_norm": 2 * 2 + 1, "rope": 2 * 2}
 
 
-@pytest.mark.skipif(not has_bf16_linear_gelu(), reason="this CPU has no bfloat16 products")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_layer_has_the_bits_of_pytorch(dtype: torch.dtype) -> None:
+    """Strided and empty inputs, no bias, and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    for tokens, sizes in product((1, 300), ((48, 64), (1536, 96))):
+        linear = Linear(*sizes).to(dtype)
+        reference = torch.nn.Linear(*sizes).to(dtype)
+        reference.load_state_dict(linear.state_dict())
+        x = torch.randn(2, sizes[0], tokens, generator=generator).to(dtype).transpose(1, 2)
+        for values in (x, x[0], x.contiguous(), x[:, :0]):
+            with torch.no_grad():
+                assert torch.equal(linear(values), reference(values))
+        assert linear(x).requires_grad
+        assert torch.equal(multiply(x, linear.weight, None), F.linear(x, linear.weight))
+
+
+@pytest.mark.skipif(not has_onednn_bf16(), reason="this CPU has no bfloat16 products")
 def test_fused_product_and_gelu() -> None:
     """It rounds once; an upcast weight gives the same bits; hooks such as a LoRA's are called."""
     generator = torch.Generator().manual_seed(0)
@@ -328,7 +345,7 @@ def test_fused_product_and_gelu() -> None:
     linear = torch.nn.Linear(48, 64).bfloat16().requires_grad_(False)
     upcast = WeightOnlyLinear(linear.weight.data, Tensor.float, linear.bias, in_features=48)
     exact_linear = deepcopy(linear).double()
-    plain_ops, ops = BlockOps(), BlockOps(SmallOps(linear_gelu=linear_gelu))
+    plain_ops, ops = BlockOps(), BlockOps(fuses_gelu=True)
 
     def apply_exactly() -> Tensor:
         return F.gelu(exact_linear(x.double()), approximate="tanh")

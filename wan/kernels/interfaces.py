@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wan.device import Device
 from wan.kernels.forward_context import StepInfo
@@ -157,31 +157,18 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True)
 class SmallOps:
-    """Kernels for the small operations of a block; None: the PyTorch operation.
+    """Vendors' kernels for the small operations of a block; None: the PyTorch operation.
 
     Arguments and results are those of the PyTorch functions (`wan.modules.fused_ops`,
     `wan.modules.rope`): float32 results [B,S,...]. An input is a slice of the tokens in any float
     dtype (rope: float32), possibly strided, and must not be changed. rope: x [B,S,N,D] and its rows
-    of the table, (cos, signed sin) [S,1,D]. linear_gelu: x [..., I], weight [O,I] and bias [O] of
-    one dtype, [..., O] of the same.
+    of the table, (cos, signed sin) [S,1,D].
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
     layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor] | None = None
     modulated_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None
     rope: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None = None
-    linear_gelu: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
 
 
 PLAIN_OPS = SmallOps()
-
-
-def get_dense_weight(linear: nn.Module, x: Tensor) -> Tensor | None:
-    """Returns the weight [O,I] of a layer that computes x W^T + bias and nothing else.
-
-    None: the layer computes otherwise. An upcast weight is valid until the next layer is called.
-    """
-    if type(linear) is nn.Linear:
-        return linear.weight
-    get = getattr(linear, "get_dense_weight", None)
-    return None if get is None else get(x)

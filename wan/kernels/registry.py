@@ -39,7 +39,6 @@ from wan.kernels.rainfusion_masks import make_window_order
 from wan.settings.attention import Attention
 from wan.settings.attention_modes import Grid
 from wan.settings.kernels import FP8, RAINFUSION, SMALL_OPS, KernelRow
-from wan.utils.torch_private import has_bf16_linear_gelu, linear_gelu
 
 CheckpointRotations = Mapping[tuple[str, int], tuple[Tensor, Tensor]]
 """(expert, layer) -> rotations of queries and keys, from a quantized checkpoint."""
@@ -57,8 +56,9 @@ class SelectedKernels:
         layers: The (expert, layer) pairs that use `backends`; None: all.
         fallback: The backends of all other layers.
         token_order: Returns the token order of a grid; None: raster order.
-        vendor_ops: Kernels of the vendor's library for small operations; on CPUs oneDNN.
+        vendor_ops: The NPU vendor's kernels for small operations.
         compiled_ops: Runs small operations compiled by torch.compile; None: eagerly.
+        fuses_gelu: GELU is computed in the product before it, where that is possible.
         frequency_cap: Context manager that caps an NPU's frequency during self-attention.
     """
 
@@ -71,6 +71,7 @@ class SelectedKernels:
     token_order: Callable[[Grid], Tensor] | None = None
     vendor_ops: SmallOps = PLAIN_OPS
     compiled_ops: CompiledOps | None = None
+    fuses_gelu: bool = False
     frequency_cap: AbstractContextManager[object] | None = None
 
     def get_backends(self, expert: str, layer: int) -> tuple[AttentionBackend, ...]:
@@ -120,8 +121,6 @@ def select_kernels(
     elif fused_op_names:
         min_elements = MIN_ELEMENTS if attention.fused_ops == ("auto",) else 0
         compiled_ops = load("wan.kernels.compiled_ops:CompiledOps")(fused_op_names, min_elements)
-        if device.type == "cpu" and "gelu" in fused_op_names and has_bf16_linear_gelu():
-            vendor_ops = SmallOps(linear_gelu=linear_gelu)
     return SelectedKernels(
         device.type,
         dense_kernel=make_dense_kernel(attention, target),
@@ -137,6 +136,7 @@ def select_kernels(
         token_order=make_window_order if attention.use_rainfusion else None,
         vendor_ops=vendor_ops,
         compiled_ops=compiled_ops,
+        fuses_gelu="gelu" in fused_op_names,
         frequency_cap=frequency_cap,
     )
 

@@ -18,6 +18,7 @@ from wan.checkpoint.quant.dequantise import multiply_by_block_scales
 from wan.kernels.fp8 import E4M3_MAX
 from wan.kernels.int8_linear import multiply_padded
 from wan.kernels.interfaces import divide_exactly
+from wan.kernels.linear import multiply
 from wan.settings.errors import InputError
 from wan.settings.numerics import get_int8_slice_numel, get_slice_numel
 from wan.utils import torch_private
@@ -135,10 +136,10 @@ class WeightOnlyLinear(nn.Module):
         return y
 
     def _multiply(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._get_weight(x), self.bias)
+        return multiply(x, self._get_weight(x), self.bias)
 
     def get_dense_weight(self, x: Tensor) -> Tensor | None:
-        """See `wan.kernels.interfaces.get_dense_weight`."""
+        """See `wan.kernels.linear.get_dense_weight`."""
         return None if self.lora_up is not None or self._num_kroneckers else self._get_weight(x)
 
     def _get_weight(self, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan.kernels.forward_context import StepInfo
+from wan.kernels.linear import Linear
 from wan.modules.fused_ops import BlockOps, WriteTokens
 from wan.modules.interfaces import FurtherKeys, ModelComponents
 from wan.modules.lora_branch import add_lora_branches
@@ -137,7 +138,7 @@ class FeedForward(nn.Sequential):
     """Two linear layers, `0` and `2`, with GELU between them."""
 
     def __init__(self, dim: int, hidden_dim: int, ops: BlockOps) -> None:
-        super().__init__(nn.Linear(dim, hidden_dim), TanhGELU(ops), nn.Linear(hidden_dim, dim))
+        super().__init__(Linear(dim, hidden_dim), TanhGELU(ops), Linear(hidden_dim, dim))
         self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,7 +166,7 @@ class WanAttention(nn.Module):
     def __init__(self, sizes: BlockSizes, components: ModelComponents) -> None:
         super().__init__()
         self.num_heads, self.ops, self.eps = sizes.num_heads, components.ops, sizes.eps
-        self.q, self.k, self.v, self.o = (nn.Linear(sizes.dim, sizes.dim) for _ in range(4))
+        self.q, self.k, self.v, self.o = (Linear(sizes.dim, sizes.dim) for _ in range(4))
         self.norm_q, self.norm_k = (
             nn.RMSNorm(sizes.dim, sizes.eps) if sizes.qk_norm else nn.Identity() for _ in range(2)
         )
@@ -246,7 +247,7 @@ class WanCrossAttention(WanAttention):
         self.kernel, self.text_len = components.cross_attention_kernel, sizes.text_len
         self.k_img: nn.Linear | None = None
         if sizes.has_image_tokens:
-            self.k_img, self.v_img = (nn.Linear(sizes.dim, sizes.dim) for _ in range(2))
+            self.k_img, self.v_img = (Linear(sizes.dim, sizes.dim) for _ in range(2))
             self.norm_k_img = nn.RMSNorm(sizes.dim, sizes.eps) if sizes.qk_norm else nn.Identity()
 
     def project_context_kv(

@@ -11,15 +11,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from wan.kernels.interfaces import PLAIN_OPS, SmallOps, get_dense_weight
+from wan.kernels.interfaces import PLAIN_OPS, SmallOps
+from wan.kernels.linear import get_dense_weight, uses_onednn
 from wan.modules.rope import RopeTable, apply_rope
 from wan.settings.numerics import get_slice_numel
-from wan.utils.torch_private import gelu_in_place, is_called_directly
+from wan.utils.torch_private import (
+    gelu_in_place,
+    is_called_directly,
+    multiply_with_onednn,
+)
 
 _GELU = 2 * math.sqrt(2 / math.pi)
 
@@ -45,6 +51,7 @@ class BlockOps:
         run_op: Runs the methods whose names start with an underscore. They are functions of tensors
             of one segment, so that they can be compiled.
         device_type: Type of the computing device; None: that of the tensors.
+        fuses_gelu: Compute GELU in the product before it, where oneDNN does (`kernels.linear`).
     """
 
     def __init__(
@@ -52,13 +59,14 @@ class BlockOps:
         ops: SmallOps = PLAIN_OPS,
         run_op: OpRunner = run_eager,
         device_type: str | None = None,
+        fuses_gelu: bool = False,
     ) -> None:
         self._run_op, self._device_type = run_op, device_type
+        self._fuses_gelu = fuses_gelu
         self._modulated_norm_kernel = ops.modulated_norm or modulated_norm
         self._layer_norm_kernel = ops.layer_norm or compute_layer_norm
         self._rms_norm_kernel = ops.rms_norm or compute_rms_norm
         self._rope_kernel = ops.rope or apply_rope
-        self._linear_gelu_kernel = ops.linear_gelu
 
     def modulated_norm(
         self,
@@ -155,17 +163,13 @@ class BlockOps:
             write(x_BLND, 0)
         return x_BLND
 
-    def linear_gelu(self, linear: nn.Module, x_BLC: Tensor) -> Tensor:
+    def linear_gelu(self, linear: Any, x_BLC: Tensor) -> Tensor:
         """Applies a linear layer, and GELU with the tanh approximation."""
-        kernel = self._linear_gelu_kernel
-        is_supported = x_BLC.device.type == "cpu" and x_BLC.dtype == torch.bfloat16
-        is_plain_call = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if kernel is None or not is_supported or not is_plain_call:
-            return self.gelu(linear(x_BLC))
-        weight_OI = get_dense_weight(linear, x_BLC) if is_called_directly(linear) else None
-        if weight_OI is None:
-            return self.gelu(linear(x_BLC))
-        return kernel(x_BLC, weight_OI, linear.bias)  # type: ignore[arg-type]
+        if self._fuses_gelu and uses_onednn(x_BLC) and is_called_directly(linear):
+            weight_OI = get_dense_weight(linear, x_BLC)
+            if weight_OI is not None:
+                return multiply_with_onednn(x_BLC, weight_OI, linear.bias, gelu=True)
+        return self.gelu(linear(x_BLC))
 
     def gelu(self, x_BLC: Tensor) -> Tensor:
         """Applies GELU with the tanh approximation; in place in inference."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from wan.kernels.forward_context import StepInfo
+from wan.kernels.linear import Linear
 from wan.modules.blocks import BlockSizes, WanAttentionBlock
 from wan.modules.frame_attention import add_to_video_tokens, check_shapes
 from wan.modules.interfaces import ModelComponents
@@ -173,8 +174,8 @@ class VaceWanAttentionBlock(WanAttentionBlock):
         self, sizes: BlockSizes, layer: int, components: ModelComponents, is_first: bool
     ) -> None:
         super().__init__(sizes, layer, components)
-        self.before_proj = nn.Linear(sizes.dim, sizes.dim) if is_first else None
-        self.after_proj = nn.Linear(sizes.dim, sizes.dim)
+        self.before_proj = Linear(sizes.dim, sizes.dim) if is_first else None
+        self.after_proj = Linear(sizes.dim, sizes.dim)
 
     def forward(  # type: ignore[override]
         self, c_BLC: Tensor, x_BLC: Tensor | None, block_inputs: BlockInputs, kv: ContextKV | None

@@ -483,7 +483,12 @@ def build_components(
 ) -> ModelComponents:
     """Builds the components of an expert's blocks: attention, kernels, sequence shard, caches."""
     parallel = setup.parallel
-    ops = BlockOps(selected.vendor_ops, selected.compiled_ops or run_eager, selected.device_type)
+    ops = BlockOps(
+        selected.vendor_ops,
+        selected.compiled_ops or run_eager,
+        selected.device_type,
+        selected.fuses_gelu,
+    )
     skip_hooks = (
         (None, None)
         if step_cache is None

@@ -18,6 +18,8 @@ from torch.autograd import DeviceType
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
+from wan.utils.torch_private import ONEDNN_LINEAR
+
 CPU = torch.device("cpu")
 Work = Callable[[], Any]
 Times = dict[str, list[float]]
@@ -88,7 +90,7 @@ def _measure_cpu_peak_bytes(run: Work) -> int:
 
 
 class RecordProducts(TorchFunctionMode):
-    """Records calls of `F.linear` and `F.scaled_dot_product_attention` with their arguments."""
+    """Records linear layers' products and `F.scaled_dot_product_attention`, with arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +100,7 @@ class RecordProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is F.linear:
+        if func is F.linear or func is ONEDNN_LINEAR:
             self.linear.append((func, args))
         elif func is F.scaled_dot_product_attention:
             self.attention.append((func, args))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from ctypes import CDLL
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ from wan.utils.compiler_cache import prepare_compiler_cache
 from wan.utils.env import enable_huge_pages
 
 _aten = torch.ops.aten
+ONEDNN_LINEAR: Any = None  # no public function adds a bias to the sums of a product
+if torch.backends.mkldnn.is_available():
+    ONEDNN_LINEAR = torch.ops.mkldnn._linear_pointwise
 
 enable_huge_pages()
 with suppress(InputError):  # raised again where something is compiled
@@ -150,14 +153,18 @@ def gelu_in_place(x: Tensor) -> Tensor:
     return _aten.gelu_(x, approximate="tanh")
 
 
-def linear_gelu(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Computes GELU (tanh) of x W^T + bias in one kernel of oneDNN, on CPUs; rounds once."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "gelu", [], "tanh")
+def multiply_with_onednn(
+    x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gelu: bool = False
+) -> Tensor:
+    """Computes x W^T + bias, and GELU (tanh) of it, in one kernel on CPUs; rounds once."""
+    activation = "gelu" if gelu else "none"
+    return ONEDNN_LINEAR(x, weight_OI, bias_O, activation, [], "tanh")
 
 
-def has_bf16_linear_gelu() -> bool:
-    """Whether `linear_gelu` takes bfloat16 on this CPU."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+@cache
+def has_onednn_bf16() -> bool:
+    """Whether `multiply_with_onednn` takes bfloat16 on this CPU."""
+    return ONEDNN_LINEAR is not None and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def is_called_directly(module: nn.Module) -> bool:

@@ -1,0 +1,50 @@
+"""Linear layers of a block: one kernel of oneDNN in bfloat16 on CPUs, else PyTorch's.
+
+There PyTorch writes the bias first and adds the product to it. oneDNN adds the bias to the sums
+before it writes them, with the same bits, and can apply GELU to them.
+
+Legend: I input channels, O output channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wan.utils.torch_private import has_onednn_bf16, multiply_with_onednn
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` by `multiply`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return multiply(x, self.weight, self.bias)
+
+
+def multiply(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Computes x W^T + bias of tensors of one dtype, [..., O]."""
+    if bias_O is not None and uses_onednn(x):
+        return multiply_with_onednn(x, weight_OI, bias_O)
+    return F.linear(x, weight_OI, bias_O)
+
+
+def uses_onednn(x: Tensor) -> bool:
+    """Whether a product with x is computed by oneDNN's kernel.
+
+    PyTorch rounds the product with a strided x before it adds the bias, so that is left to it.
+    """
+    is_supported = x.device.type == "cpu" and x.dtype == torch.bfloat16 and has_onednn_bf16()
+    is_plain_call = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return is_supported and is_plain_call and x.numel() > 0 and x.is_contiguous()
+
+
+def get_dense_weight(linear: nn.Module, x: Tensor) -> Tensor | None:
+    """Returns the weight [O,I] of a layer that computes x W^T + bias and nothing else.
+
+    None: the layer computes otherwise. An upcast weight is valid until the next layer is called.
+    """
+    if type(linear) in (nn.Linear, Linear):
+        return linear.get_parameter("weight")
+    get = getattr(linear, "get_dense_weight", None)
+    return None if get is None else get(x)
