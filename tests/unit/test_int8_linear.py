@@ -68,6 +68,11 @@ def test_in_cpp_bit_for_bit(
     x[1] = torch.linspace(-127, 127, 2 * columns)[:columns].div(0.5).round().div(2)
     out = linear(x)
     assert torch.equal(out, torch.from_numpy(apply_with_numpy(linear, x)).to(dtype))
+    if dtype == torch.bfloat16:
+        expected = torch.nn.functional.gelu(out, approximate="tanh")
+        assert torch.equal(linear.forward_gelu(x), expected)
+    else:
+        assert linear.forward_gelu(x) is None
     x[2, 5] = torch.nan
     assert linear(x)[2].isnan().all() and not linear(x)[[1, 3]].isnan().any()
     linear.bias = None

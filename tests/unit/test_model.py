@@ -342,7 +342,7 @@ def test_fused_product_and_gelu() -> None:
     """It rounds once; an upcast weight gives the same bits; hooks such as a LoRA's are called."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 37, 48, generator=generator).bfloat16()
-    linear = torch.nn.Linear(48, 64).bfloat16().requires_grad_(False)
+    linear = Linear(48, 64).bfloat16().requires_grad_(False)
     upcast = WeightOnlyLinear(linear.weight.data, Tensor.float, linear.bias, in_features=48)
     exact_linear = deepcopy(linear).double()
     plain_ops, ops = BlockOps(), BlockOps(fuses_gelu=True)

@@ -25,15 +25,23 @@ inline __m512 load(const uint16_t* x, __mmask16 mask) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 
-inline void store(float* out, __mmask16 mask, __m512 x) { _mm512_mask_storeu_ps(out, mask, x); }
-
-inline void store(uint16_t* out, __mmask16 mask, __m512 x) {  // rounds half to even
+inline __m512i round_to_bfloat16(__m512 x) {  // half to even; the bits are the lower halves
   const __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
   const __m512i is_odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
   __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), is_odd);
   const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
   rounded = _mm512_mask_set1_epi32(rounded, is_nan, 0x7fc00000);
-  _mm256_mask_storeu_epi16(out, mask, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+  return _mm512_srli_epi32(rounded, 16);
+}
+
+inline void store(float* out, __mmask16 mask, __m512 x, const uint16_t*) {
+  _mm512_mask_storeu_ps(out, mask, x);
+}
+
+inline void store(uint16_t* out, __mmask16 mask, __m512 x, const uint16_t* table) {
+  __m512i bits = round_to_bfloat16(x);
+  if (table) bits = _mm512_i32gather_epi32(bits, table, sizeof(*table));  // and the next value
+  _mm256_mask_storeu_epi16(out, mask, _mm512_cvtepi32_epi16(bits));
 }
 
 template <typename T>
@@ -64,7 +72,7 @@ void quantize(const T* x, int64_t rows, int64_t columns, int8_t* values, float* 
 template <typename T>
 void scale_sums(const int32_t* sums, const float* weight_scales, const float* token_scales,
                 const float* bias, int64_t rows, int64_t columns, T* out, int64_t stride,
-                int threads) {
+                const uint16_t* table, int threads) {
 #pragma omp parallel for num_threads(threads)
   for (int64_t row = 0; row < rows; ++row) {
     const __m512 token_scale = _mm512_set1_ps(token_scales[row]);
@@ -74,7 +82,7 @@ void scale_sums(const int32_t* sums, const float* weight_scales, const float* to
       __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), load(weight_scales + i, mask));
       y = _mm512_mul_ps(y, token_scale);
       if (bias) y = _mm512_add_ps(y, load(bias + i, mask));
-      store(out + row * stride + i, mask, y);
+      store(out + row * stride + i, mask, y, table);
     }
   }
 }
@@ -93,15 +101,16 @@ void quantize_rows(const void* x, int is_bfloat16, int64_t rows, int64_t columns
 }
 
 // Computes ((sum * weight scale) * token scale) + bias; the bias may be null. The rows of `out` lie
-// `stride` values apart.
+// `stride` values apart. `table` has a function of all bfloat16 values and one more value, or is
+// null; the function is applied to results in bfloat16.
 void scale_products(const int32_t* sums, const float* weight_scales, const float* token_scales,
                     const float* bias, int64_t rows, int64_t columns, void* out, int64_t stride,
-                    int is_bfloat16, int threads) {
+                    const uint16_t* table, int is_bfloat16, int threads) {
   if (is_bfloat16)
     scale_sums(sums, weight_scales, token_scales, bias, rows, columns, (uint16_t*)out, stride,
-               threads);
+               table, threads);
   else
-    scale_sums(sums, weight_scales, token_scales, bias, rows, columns, (float*)out, stride,
+    scale_sums(sums, weight_scales, token_scales, bias, rows, columns, (float*)out, stride, table,
                threads);
 }
 }

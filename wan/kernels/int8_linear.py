@@ -74,17 +74,22 @@ class W8A8Linear(nn.Module):
         x_LI = x.reshape(-1, self.in_features)
         if torch.compiler.is_compiling():  # the compiler fuses the operations
             return self._multiply(x_LI).view(*x.shape[:-1], self.out_features)
-        uses_cpp = self._uses_cpp(x)
+        if self._uses_cpp(x):
+            return self._apply_in_cpp(x)
         numel = get_int8_slice_numel(self.device_type or x.device.type)
-        rows = _CPP_ROWS if uses_cpp else max(1, numel // self.out_features)
+        rows = max(1, numel // self.out_features)
         out_LO = torch.empty(len(x_LI), self.out_features, dtype=self.dtype, device=x.device)
         for first in range(0, len(x_LI), rows):
             token_slice = slice(first, first + rows)
-            if uses_cpp:
-                self._multiply_in_cpp(x_LI[token_slice], out_LO[token_slice])
-            else:
-                out_LO[token_slice] = self._multiply(x_LI[token_slice])
+            out_LO[token_slice] = self._multiply(x_LI[token_slice])
         return out_LO.view(*x.shape[:-1], self.out_features)
+
+    def forward_gelu(self, x: Tensor) -> Tensor | None:
+        """See `wan.kernels.linear.Linear`; the bits are those of PyTorch's GELU of the result."""
+        is_supported = self.dtype == torch.bfloat16 and not torch.compiler.is_compiling()
+        if not is_supported or not self._uses_cpp(x):
+            return None
+        return self._apply_in_cpp(x, _make_gelu_table())
 
     def _multiply(self, x_LI: Tensor) -> Tensor:
         values_LI, scale_L1 = quantize_per_token(self._smooth(x_LI))
@@ -101,7 +106,14 @@ class W8A8Linear(nn.Module):
         is_supported = x.device.type == "cpu" and self.dtype in _CPP_DTYPES
         return is_supported and self.weight.numel() >= MIN_CPP_NUMEL and _has_compiled()
 
-    def _multiply_in_cpp(self, x_LI: Tensor, out_LO: Tensor) -> None:
+    def _apply_in_cpp(self, x: Tensor, table: Tensor | None = None) -> Tensor:
+        x_LI = x.reshape(-1, self.in_features)
+        out_LO = torch.empty(len(x_LI), self.out_features, dtype=self.dtype)
+        for x_slice, out in zip(x_LI.split(_CPP_ROWS), out_LO.split(_CPP_ROWS), strict=True):
+            self._multiply_in_cpp(x_slice, out, table)
+        return out_LO.view(*x.shape[:-1], self.out_features)
+
+    def _multiply_in_cpp(self, x_LI: Tensor, out_LO: Tensor, table: Tensor | None) -> None:
         library, threads = _load_int8_library(), torch.get_num_threads()
         x_LI, is_bfloat16 = self._smooth(x_LI).contiguous(), self.dtype == torch.bfloat16
         values_LI = torch.empty(x_LI.shape, dtype=torch.int8)
@@ -122,6 +134,7 @@ class W8A8Linear(nn.Module):
                 *sums_LO.shape,
                 out.data_ptr(),
                 self.out_features,
+                None if table is None else table.data_ptr(),
                 is_bfloat16,
                 threads,
             )
@@ -166,6 +179,13 @@ def multiply_padded(
 
 
 @cache
+def _make_gelu_table() -> Tensor:
+    """Makes a table of GELU (tanh) of all bfloat16 values, and one more for reads of two values."""
+    values = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
+    return F.pad(F.gelu(values, approximate="tanh"), (0, 1))
+
+
+@cache
 def _has_compiled() -> bool:
     """Whether this CPU has AVX-512 and the C++ compiles; a process tries and warns once."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -188,5 +208,6 @@ def _load_int8_library() -> ctypes.CDLL:
     library.quantize_rows.restype = library.scale_products.restype = None
     library.quantize_rows.argtypes = [pointer, number, *[integer] * 2, *[pointer] * 2, number]
     operands, sizes = [pointer] * 4, [integer] * 2
-    library.scale_products.argtypes = [*operands, *sizes, pointer, integer, number, number]
+    out = pointer, integer
+    library.scale_products.argtypes = [*operands, *sizes, *out, pointer, number, number]
     return library

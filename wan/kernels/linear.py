@@ -21,6 +21,10 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return multiply(x, self.weight, self.bias)
 
+    def forward_gelu(self, x: Tensor) -> Tensor | None:
+        """Computes GELU (tanh) of the result in the same kernel; None: it cannot be computed so."""
+        return multiply_with_onednn(x, self.weight, self.bias, True) if uses_onednn(x) else None
+
 
 def multiply(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Computes x W^T + bias of tensors of one dtype, [..., O]."""
@@ -37,14 +41,3 @@ def uses_onednn(x: Tensor) -> bool:
     is_supported = x.device.type == "cpu" and x.dtype == torch.bfloat16 and has_onednn_bf16()
     is_plain_call = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     return is_supported and is_plain_call and x.numel() > 0 and x.is_contiguous()
-
-
-def get_dense_weight(linear: nn.Module, x: Tensor) -> Tensor | None:
-    """Returns the weight [O,I] of a layer that computes x W^T + bias and nothing else.
-
-    None: the layer computes otherwise. An upcast weight is valid until the next layer is called.
-    """
-    if type(linear) in (nn.Linear, Linear):
-        return linear.get_parameter("weight")
-    get = getattr(linear, "get_dense_weight", None)
-    return None if get is None else get(x)

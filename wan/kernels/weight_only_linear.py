@@ -18,7 +18,7 @@ from wan.checkpoint.quant.dequantise import multiply_by_block_scales
 from wan.kernels.fp8 import E4M3_MAX
 from wan.kernels.int8_linear import multiply_padded
 from wan.kernels.interfaces import divide_exactly
-from wan.kernels.linear import multiply
+from wan.kernels.linear import multiply, uses_onednn
 from wan.settings.errors import InputError
 from wan.settings.numerics import get_int8_slice_numel, get_slice_numel
 from wan.utils import torch_private
@@ -138,9 +138,12 @@ class WeightOnlyLinear(nn.Module):
     def _multiply(self, x: Tensor) -> Tensor:
         return multiply(x, self._get_weight(x), self.bias)
 
-    def get_dense_weight(self, x: Tensor) -> Tensor | None:
-        """See `wan.kernels.linear.get_dense_weight`."""
-        return None if self.lora_up is not None or self._num_kroneckers else self._get_weight(x)
+    def forward_gelu(self, x: Tensor) -> Tensor | None:
+        """See `wan.kernels.linear.Linear`."""
+        has_lora = self.lora_up is not None or self._num_kroneckers > 0
+        if has_lora or not uses_onednn(x):
+            return None
+        return torch_private.multiply_with_onednn(x, self._get_weight(x), self.bias, gelu=True)
 
     def _get_weight(self, x: Tensor) -> Tensor:
         shape = self.out_features, self.in_features
@@ -185,7 +188,7 @@ class FP8Linear(WeightOnlyLinear):
     reference.
     """
 
-    def get_dense_weight(self, x: Tensor) -> Tensor | None:
+    def forward_gelu(self, x: Tensor) -> Tensor | None:
         return None
 
     def _multiply(self, x: Tensor) -> Tensor:

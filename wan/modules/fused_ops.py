@@ -18,14 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan.kernels.interfaces import PLAIN_OPS, SmallOps
-from wan.kernels.linear import get_dense_weight, uses_onednn
 from wan.modules.rope import RopeTable, apply_rope
 from wan.settings.numerics import get_slice_numel
-from wan.utils.torch_private import (
-    gelu_in_place,
-    is_called_directly,
-    multiply_with_onednn,
-)
+from wan.utils.torch_private import gelu_in_place, is_called_directly
 
 _GELU = 2 * math.sqrt(2 / math.pi)
 
@@ -51,7 +46,7 @@ class BlockOps:
         run_op: Runs the methods whose names start with an underscore. They are functions of tensors
             of one segment, so that they can be compiled.
         device_type: Type of the computing device; None: that of the tensors.
-        fuses_gelu: Compute GELU in the product before it, where oneDNN does (`kernels.linear`).
+        fuses_gelu: Let linear layers compute GELU after them by their `forward_gelu`, if they can.
     """
 
     def __init__(
@@ -165,10 +160,11 @@ class BlockOps:
 
     def linear_gelu(self, linear: Any, x_BLC: Tensor) -> Tensor:
         """Applies a linear layer, and GELU with the tanh approximation."""
-        if self._fuses_gelu and uses_onednn(x_BLC) and is_called_directly(linear):
-            weight_OI = get_dense_weight(linear, x_BLC)
-            if weight_OI is not None:
-                return multiply_with_onednn(x_BLC, weight_OI, linear.bias, gelu=True)
+        if self._fuses_gelu and is_called_directly(linear):
+            forward_gelu = getattr(linear, "forward_gelu", None)
+            out_BLC = None if forward_gelu is None else forward_gelu(x_BLC)
+            if out_BLC is not None:
+                return out_BLC
         return self.gelu(linear(x_BLC))
 
     def gelu(self, x_BLC: Tensor) -> Tensor:
