@@ -242,6 +242,13 @@ def test_only_named_operations_are_compiled_for_small_tensors(
         assert bool(compiled) == (name == "gelu")
 
 
+def test_gelu_is_a_part_of_products_unless_another_operation_is_named() -> None:
+    chosen = {("auto",): True, ("gelu",): True, ("add_norm",): False, (): False}
+    for names, expected in chosen.items():
+        assert select_kernels(Attention(fused_ops=names), F32_ON_CPU, {}).fuses_gelu is expected
+    assert not select_kernels(Attention(), F32_ON_CPU, {}, compile_blocks=True).fuses_gelu
+
+
 def test_backends_on_a_cpu() -> None:
     """PyTorch's; xfuser's are refused where it is not installed, and kernels of NPUs always."""
     for name in ("auto", "sdpa"):
