@@ -193,6 +193,7 @@ def test_refusals(tiny: Make, folder: Path, tmp_path: Path) -> None:
     cases: dict[str, list[object]] = {
         "partial block": ["--frame_num", 17],
         "partial block, shorter than one": ["--frame_num", 5],
+        "partial block at the end of the positions": ["--frame_num", 4093],
         "end of the positions": ["--frame_num", 4101],
         "window of less than a block": ["--local_attn_size", 2],
         "window without room beside the sink": ["--local_attn_size", 6, "--sink_size", 4],
