@@ -25,6 +25,7 @@ from wan.app.clip_store import ClipFiles
 from wan.cli import main as generate
 from wan.media.video_writer import load_latents
 from wan.modules.causal import WanCausalModel
+from wan.power import report
 
 STEPS, CLEAN, RENEWED = 4, 1, 2  # forward passes of a block, and of two blocks for a new prompt
 WHOLE = 4 * (STEPS + CLEAN) - CLEAN - CLEAN + RENEWED  # no clean pass before the new prompt
@@ -198,6 +199,17 @@ def test_lines_of_a_prompt_file_continue(
         assert run_generate(*flags, *files) == 0
     assert forwards == [4 * (STEPS + CLEAN) - CLEAN + PASSES[18][1]]
     assert_same_video(out / "v.mp4", unstopped)
+
+
+def test_a_trace_has_a_step_of_the_first_block_that_is_denoised(
+    argv: list[str], stopped: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(stopped, tmp_path / "v.clips")
+    trace = tmp_path / "trace"
+    assert run_generate(*argv, "--save_file", tmp_path / "v.mp4", "--trace", trace) == 0
+    events = json.loads((trace / "rank0.json").read_text())["traceEvents"]
+    assert {event["args"]["step"] for event in events if "step" in event.get("args", {})} == {13}
+    assert report.main([str(trace)]) == 0
 
 
 def test_files_of_other_origin_stop_the_run(argv: list[str], tmp_path: Path, capfd: Any) -> None:

@@ -274,7 +274,10 @@ class VideoJob:
         from wan.metering.recording import TraceRecording, make_exchange_plan, select_nth_steps
 
         schedule = noise_schedule.make_noise_schedule(run.params)
-        select_steps = partial(select_nth_steps, schedule.experts, first_step=schedule.first_step)
+        first_step = schedule.first_step
+        if run.params.task.makes_blocks:  # finished blocks take no steps
+            first_step += self._finished_clips[0] * len(schedule.experts)
+        select_steps = partial(select_nth_steps, schedule.experts, first_step=first_step)
         steps = run.output.trace_steps or select_steps(position=1) if folder else ()
         rank = 0 if self._groups is None else self._groups.rank
         recording = TraceRecording(
