@@ -143,7 +143,7 @@ class BlockLoop(DenoisingLoop):
                     with torch.no_grad():
                         self._keep_clean(get_model(), self._blocks[-1], block * self._block_size)
             cancellation_point.check(num_steps, num_steps)
-        self.kv_cache.layers.clear()
+        self.kv_cache.clear()
 
     def _find_prompt_change(self, block: int) -> int:
         """Returns the first block after this one with another prompt; else the number of blocks."""
