@@ -204,12 +204,17 @@ def test_lines_of_a_prompt_file_continue(
 def test_a_trace_has_a_step_of_the_first_block_that_is_denoised(
     argv: list[str], stopped: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(stopped, tmp_path / "v.clips")
-    trace = tmp_path / "trace"
-    assert run_generate(*argv, "--save_file", tmp_path / "v.mp4", "--trace", trace) == 0
-    events = json.loads((trace / "rank0.json").read_text())["traceEvents"]
-    assert {event["args"]["step"] for event in events if "step" in event.get("args", {})} == {13}
-    assert report.main([str(trace)]) == 0
+    """Of four blocks the last one has steps 12 to 15; other steps can be named."""
+    for steps, expected in (([], {13}), (["--trace_steps", "12,15"], {12, 15})):
+        shutil.copytree(stopped, tmp_path / "v.clips")
+        trace = tmp_path / f"trace{len(steps)}"
+        flags = ["--save_file", tmp_path / "v.mp4", "--trace", trace, *steps]
+        assert run_generate(*argv, *flags) == 0
+        events = json.loads((trace / "rank0.json").read_text())["traceEvents"]
+        found = {event["args"]["step"] for event in events if "step" in event.get("args", {})}
+        assert found == expected
+        assert report.main([str(trace)]) == 0
+    assert run_generate(*argv, *flags[:-1], "16") == 2
 
 
 def test_files_of_other_origin_stop_the_run(argv: list[str], tmp_path: Path, capfd: Any) -> None:
