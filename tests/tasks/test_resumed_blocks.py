@@ -129,6 +129,20 @@ def test_a_video_whose_blocks_are_finished_is_only_decoded(
     assert_same_video(out, unstopped)
 
 
+def test_a_video_is_made_although_its_blocks_cannot_be_stored(
+    argv: list[str], unstopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """The error is logged once; blocks after a missing one would be of no use."""
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("wan.app.clip_store.write_output", fail)
+    assert run_generate(*argv, "--save_file", tmp_path / "v.mp4") == 0
+    assert capfd.readouterr().out.count("not stored") == 1
+    assert_same_video(tmp_path / "v.mp4", unstopped)
+
+
 @pytest.fixture(scope="module")
 def stopped(argv: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the blocks of a video that was killed in its fourth one. Do not change it."""
