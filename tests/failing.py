@@ -1,5 +1,7 @@
 """generate.py with a fault in the second step: `failing.py KIND RANK arguments...`.
 
+FAIL_AT: The forward of the DiT that fails, if not the third.
+
 KIND: raise (an exception), kill (kill -9), memory (more than there is), wait (until a signal),
 pause (for a second, in which a test breaks something else).
 """
@@ -33,13 +35,13 @@ def fail(kind: str) -> None:
 
 def main(kind: str, rank: str, *arguments: str) -> int:
     """Runs generate.py, which fails in the third forward of the DiT on one rank (two per step)."""
-    forwards = 0
+    forwards, failing = 0, int(os.environ.get("FAIL_AT", "3"))
 
     def count(module: torch.nn.Module, _: object) -> None:
         nonlocal forwards
         if isinstance(module, WanModel):
             forwards += 1
-            if forwards == 3:
+            if forwards == failing:
                 fail(kind)
 
     if os.environ.get("RANK", "0") == rank:

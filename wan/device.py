@@ -74,9 +74,15 @@ class Device:
         if self._accelerator is None:
             free = system.read_available_memory()
             return None if free is None else free // system.count_local_ranks()
+        process_memory: int = self.process_memory() or 0
+        return process_memory - self._accelerator.memory_allocated(self.torch_device)
+
+    def process_memory(self) -> int | None:
+        """Returns the bytes of an accelerator that this process has or can allocate; else None."""
+        if self._accelerator is None:
+            return None
         free, _ = self._accelerator.mem_get_info(self.torch_device)
-        reserved = self._accelerator.memory_reserved(self.torch_device)
-        return free + reserved - self._accelerator.memory_allocated(self.torch_device)
+        return free + self._accelerator.memory_reserved(self.torch_device)
 
     def reset_peak_memory(self) -> None:
         if self._accelerator is not None:

@@ -209,7 +209,7 @@ def test_of_large_states_the_last_one_is_kept(
     files = run.make_clip_files("--num_clip", 3)
     assert [len(load_file(files.folder / f"000{n}.safetensors")) for n in (1, 2)] == [0, 1]
     assert files.count_finished() == 2
-    last_state = files.read_last_state(2)
+    last_state = files.read_state(2)
     assert last_state is not None and (last_state == 2).all()
     (files.folder / "0002.mp4").unlink()
     caplog.set_level("INFO", "wan")

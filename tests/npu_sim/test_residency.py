@@ -26,11 +26,14 @@ from torch.overrides import TorchFunctionMode
 from tests.dist import run_on_ranks
 from tests.npu_sim import checkpoint
 from tests.npu_sim.latents import build_run, make_latents
+from tests.unit.test_reference_kv import LateStream
 from wan.checkpoint.formats.tensor_source import TensorSource
 from wan.checkpoint.load import keep_sources
+from wan.device import Device
 from wan.modules.reference_kv import ReferenceKV, ReferenceLayout, ReferencePass
-from wan.pipeline import offload
+from wan.pipeline import memory_estimate, offload
 from wan.pipeline.offload import stream_blocks
+from wan.pipeline.pipeline import RESERVED_BYTES
 from wan.tasks.base import Inputs
 
 NPU = torch.device("npu", 0)
@@ -187,12 +190,13 @@ def test_reference_keys_are_copied_while_the_block_before_computes() -> None:
     The keys of layer i are i, its values i + 10.
     """
     layout = ReferenceLayout((2, 1, 2), (3, 1, 2), padded_len=6, full_frames=3, first_column=0)
-    kv, streams = ReferenceKV(layout, NPU, in_host_memory=True), Streams()
-    for layer in range(3):
-        key = torch.full((1, 4, 1, 8), layer + 1.0)
-        kv.record(layer, 0, key, key + 10, (0, 1))
-    kv.is_complete = True
+    streams = Streams()
     with streams.installed():
+        kv = ReferenceKV(layout, NPU, in_host_memory=True)
+        for layer in range(3):
+            key = torch.full((1, 4, 1, 8), layer + 1.0)
+            kv.record(layer, 0, key, key + 10, (0, 1))
+        kv.is_complete = True
         for branch, num_layers in (((0, 1, 2), 3), ((0, 2), 2), ((0, 1, 2), 1)):
             for layer in branch[:num_layers]:
                 streams.log.append(f"layer {layer + 1}")
@@ -267,3 +271,45 @@ def test_each_rank_streams_its_blocks(deep: Path) -> None:
     for way in ("cpu", "block --resident_blocks 1"):
         actual = run_on_ranks(2, make_latents, [*argv, "--offload_model", *way.split()], "A2")
         assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kept_keys_without_room_are_in_host_memory(ranks: int, tmp_path: Path) -> None:
+    """The latents are those of a device with room; copies run as late as their events allow."""
+    sizes = {"heads": 4, "layers": 5}
+    folder = checkpoint.make_rig_checkpoint(tmp_path / "causal", "causal-1.3B", **sizes)
+    argv = ["--task", "causal-1.3B", "--device", "npu", "--ckpt_dir", str(folder)]
+    argv += ["--size", "64*64", "--frame_num", "45", "--local_attn_size", "7", "--base_seed", "7"]
+    argv += [
+        "--ulysses_size",
+        str(ranks),
+        "--comm_type",
+        str(ranks - 1),
+        "--clip_prompts",
+        "a",
+        "b",
+    ]
+    expected = run_on_ranks(ranks, make_latents, argv, "A2")
+    for latents, num_copies in run_on_ranks(ranks, make_latents_without_room, argv):
+        assert torch.equal(latents, expected[0]) and latents.isfinite().all()
+        assert num_copies > 0
+
+
+def make_latents_without_room(argv: list[str]) -> tuple[Tensor, int]:
+    """Makes latents on a device with a byte too few; returns the number of copies, too."""
+    run, pipeline = build_run(argv, "A2")
+    sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
+    usage = memory_estimate.compute_stage_memory(run.setup, run.params, sizes)["denoising"]
+    num_bytes, copies = RESERVED_BYTES + usage.total() - 1, list[object]()
+
+    class CountingStream(LateStream):
+        def copy(self, *arguments: Any) -> None:
+            copies.append(arguments)
+            super().copy(*arguments)
+
+    with (
+        mock.patch("wan.modules.host_kv.CopyStream", CountingStream),
+        mock.patch.object(Device, "process_memory", lambda _: num_bytes),
+    ):
+        return pipeline.generate_latents(run.params, run.inputs), len(copies)

@@ -77,6 +77,14 @@ def test_each_step_is_reported_once(clips: int, phases: int | None) -> None:
     assert done_counts == sorted(done_counts) and {*done_counts} == {*range(4 * clips + 1)}
 
 
+def test_a_resumed_video_reports_the_steps_of_the_earlier_run() -> None:
+    front: Any = Front()
+    boundary = ranks.SharedCancellationPoint(GlooGroup(None), front, "a", 1)
+    for num_steps_done in (0, 4, 8, 9, 10, 11, 12):
+        boundary.check(num_steps_done, 12)
+    assert [message["done"] for message in front.messages] == [0, 4, 8, 9, 10, 11, 12]
+
+
 # Videos.
 
 

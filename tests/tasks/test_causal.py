@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tests.checkpoint_files import add_prefix, are_equal, load_tensors, read_values
 from tests.frames import read_frames
-from tests.pipelines import build_quick_pipeline, plan_stages, resolve_argv, resolve_plan
+from tests.pipelines import (
+    build_quick_pipeline,
+    estimate_run,
+    plan_stages,
+    resolve_argv,
+    resolve_plan,
+)
 from tests.refusals import check_refusals, get_refusal
 from tests.tasks.tasks import write_picture
 from wan.app.failures import describe_error
@@ -27,7 +34,8 @@ from wan.cli import main as generate
 from wan.media.video_writer import Mp4Encoder, load_latents
 from wan.modules.causal import WanCausalModel
 from wan.pipeline import memory_estimate
-from wan.pipeline.memory_estimate import check_memory, estimate_network_sizes
+from wan.pipeline.memory_estimate import check_memory, estimate_network_sizes, place_kept_kv
+from wan.planner.measure import Planner
 from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
@@ -179,6 +187,39 @@ def test_the_plan_has_the_bytes_of_the_kept_keys(folder: Path, capfd: Any) -> No
     assert short["denoising"]["kept K/V"] == kept // 4
 
 
+def test_keys_that_fit_only_into_host_memory_are_there(
+    monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """By definition those of three layers of 30 are on the device; the plan has the copies."""
+    flags = ["--task", "causal-1.3B", "--device", "cuda", "--precision", "bf16", "--t5_cpu"]
+    run, kept = resolve_plan(*flags, "--size", "832*480"), 2 * 30 * 21 * 1560 * 1536 * 2
+    need = estimate_run(run)["denoising"].total()
+    least = need - kept + kept * 3 // 30
+    table = {  # bytes of the device, of the host (page-locked memory: up to twice the tensors)
+        (need, None): False,
+        (need - 1, None): True,
+        (least, 2 * kept): True,
+        (least - 1, None): False,
+        (least, 2 * kept - 1): False,
+    }
+    for (free, host_memory), in_host_memory in table.items():
+        setup = place_kept_kv(run.setup, run.params, "cuda", free, host_memory)
+        assert setup.keeps_kv_in_host_memory == in_host_memory, (free, host_memory)
+        monkeypatch.setattr(memory_estimate, "get_free_memory", lambda _, free=free: free)
+        monkeypatch.setattr("wan.utils.system.read_available_memory", lambda x=host_memory: x)
+        refused = bool(get_refusal(check_memory, run.setup, run.params, 1))
+        assert refused == (free < need and not in_host_memory)
+    planner = Planner(replace(run.setup, keeps_kv_in_host_memory=True), run.params)
+    assert planner.compute_stage_memory()["denoising"]["kept K/V"] == kept * 3 // 30
+    assert planner.compute_host_bytes() == kept
+    for device_memory, is_moved in ((12, False), (7, True)):
+        plan = [*flags, "--size", "832*480", "--device_memory", str(device_memory), "--plan"]
+        assert generate.main(plan) == 0
+        report = " ".join(capfd.readouterr().out.split())
+        assert ("6.04 GB copied from the host per forward" in report) == is_moved
+        assert "Fits" in report
+
+
 def test_refusals(tiny: Make, folder: Path, tmp_path: Path) -> None:
     weights = load_tensors(folder / "diffusion_pytorch_model.safetensors")
     student = save_student(weights, tmp_path / "student.pt")
@@ -193,6 +234,7 @@ def test_refusals(tiny: Make, folder: Path, tmp_path: Path) -> None:
     cases: dict[str, list[object]] = {
         "partial block": ["--frame_num", 17],
         "partial block, shorter than one": ["--frame_num", 5],
+        "partial block at the end of the positions": ["--frame_num", 4093],
         "end of the positions": ["--frame_num", 4101],
         "window of less than a block": ["--local_attn_size", 2],
         "window without room beside the sink": ["--local_attn_size", 6, "--sink_size", 4],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from tests.causal_network import CASES, Case, History, MaskedNetwork, make_network
 from tests.pipelines import make_experts
+from wan.kernels.forward_context import StepInfo
 from wan.pipeline.block_loop import BlockLoop
 from wan.pipeline.pipeline import make_base_inputs
+from wan.settings.errors import NotFiniteError
 from wan.settings.presets import PRESETS
 from wan.tasks.base import Inputs, VideoParams, make_video_params
 from wan.tasks.causal import CausalInputs
@@ -158,3 +160,81 @@ def test_blocks_are_there_before_the_next_one() -> None:
     latents = BlockLoop(params, make_inputs(params)).advance(make_experts(network))
     assert len(blocks) == case.num_blocks and torch.equal(torch.cat(blocks, dim=1), latents)
     assert not torch.is_grad_enabled()
+
+
+def count_clean_passes(case: Case, num_finished: int) -> int:
+    """Counts the passes whose keys a denoised block attends to, of its prompt or of the sink."""
+    change = case.num_blocks if case.change is None else case.change
+    denoised, count = range(num_finished, case.num_blocks), 0
+    for block in range(case.num_blocks):
+        later = [x for x in denoised if x > block]
+        same_prompt = [x for x in later if (x < change) == (block < change)]
+        count += bool(later if block * case.size < case.sink else same_prompt)
+    if any(x >= change for x in denoised):
+        first = max(case.sink, change * case.size - (case.window - case.sink))
+        count += len({frame // case.size for frame in range(first, change * case.size)})
+    return count
+
+
+@pytest.mark.parametrize("name", VIDEOS)
+@torch.inference_mode()
+def test_a_resumed_video_has_the_same_bits(name: str) -> None:
+    """After any number of finished blocks. Finished blocks take no step, and no pass is in vain."""
+    video, network, calls = VIDEOS[name], make_network(), list[float]()
+    case, params = video.case, make_params(video.case, sample_solver=video.solver)
+    generator = torch.Generator().manual_seed(3)
+    image = torch.randn(16, 1, 4, 6, generator=generator) if video.has_image else None
+
+    def forward(x: list[Tensor], t: Tensor, **kwargs: Any) -> list[Tensor]:
+        calls.append(float(t.max()))
+        return network(x, t, **kwargs)
+
+    expected = BlockLoop(params, make_inputs(params, image)).advance(make_experts(network))
+    for num_finished in range(case.num_blocks + 1):
+        calls.clear()
+        stored = list[tuple[int, Tensor]]()
+        inputs = replace(
+            make_inputs(params, image),
+            finished_latents=expected[:, : num_finished * case.size] if num_finished else None,
+            callback_on_block_end=lambda *block, stored=stored: stored.append(block),
+        )
+        latents = BlockLoop(params, inputs).advance(make_experts(forward))
+        assert torch.equal(latents, expected), num_finished
+        assert sum(t > 0 for t in calls) == 4 * (case.num_blocks - num_finished)
+        assert calls.count(0) == count_clean_passes(case, num_finished), num_finished
+        assert [index for index, _ in stored] == [*range(num_finished, case.num_blocks)]
+        blocks = expected.split(case.size, dim=1)
+        assert all(torch.equal(blocks[index], block) for index, block in stored)
+
+
+@torch.inference_mode()
+def test_passes_are_counted_over_the_whole_video() -> None:
+    """A clean pass belongs to the last step of its block."""
+    case, network, steps = CASES["all"], make_network(), list[StepInfo]()
+    params = make_params(case)
+
+    def forward(x: list[Tensor], t: Tensor, *, step: StepInfo, **kwargs: Any) -> list[Tensor]:
+        steps.append(step)
+        return network(x, t, step=step, **kwargs)
+
+    BlockLoop(params, make_inputs(params)).advance(make_experts(forward))
+    assert {step.count for step in steps} == {4 * case.num_blocks}
+    expected = [i for b in range(4) for i in (*range(4 * b, 4 * b + 4), 4 * b + 3)]
+    assert [step.index for step in steps] == expected[:-1]
+
+
+@torch.inference_mode()
+def test_a_block_that_is_not_finite_is_not_stored() -> None:
+    case, network, num_forwards, stored = CASES["all"], make_network(), [0], list[int]()
+    params = make_params(case)
+
+    def forward(x: list[Tensor], t: Tensor, **kwargs: Any) -> list[Tensor]:
+        num_forwards[0] += 1
+        return [y / (num_forwards[0] != 9) for y in network(x, t, **kwargs)]
+
+    inputs = replace(
+        make_inputs(params), callback_on_block_end=lambda index, _: stored.append(index)
+    )
+    with pytest.raises(NotFiniteError):
+        BlockLoop(params, inputs).advance(make_experts(forward))
+    assert stored == [0]

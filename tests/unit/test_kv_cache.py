@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import Any, ClassVar
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.causal_network import CASES, Case, History, MaskedNetwork, make_network
 from tests.refusals import check_refusals, get_refusal
+from tests.unit.test_reference_kv import LateStream, OnHost
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.causal import WanCausalModel
-from wan.modules.kv_cache import KVCache
+from wan.modules.host_kv import HostKV
+from wan.modules.kv_cache import CachedPass, KVCache
 
 
 def make_inputs(case: Case) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -102,3 +107,43 @@ def test_refusals_of_the_network() -> None:
         "a block larger than the window": call([x], 0, KVCache(6, 4)),
     }
     check_refusals("causal network", cases)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_host_memory_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies run as late as events allow."""
+    expected = compute_with_cache(make_network(), CASES[name])
+    monkeypatch.setattr("wan.modules.host_kv.CopyStream", LateStream)
+    with OnHost():
+        network = make_network(keeps_kv_in_host_memory=lambda: True)
+        assert torch.equal(compute_with_cache(network, CASES[name]), expected)
+
+
+class LoggingStream(LateStream):
+    """Logs each copy: to the device ("in"), or back to host memory ("out")."""
+
+    log: ClassVar[list[str]] = []
+
+    def copy(self, target: Tensor, slices: Any, event: object) -> None:
+        self.log.append("out" if target.dim() == 4 else "in")  # a layer is copied flat
+        super().copy(target, slices, event)
+
+
+def test_the_next_layer_is_copied_while_one_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy is started before the layer's new keys are written back, and waits for its own."""
+    monkeypatch.setattr("wan.modules.host_kv.CopyStream", LoggingStream)
+    LoggingStream.log.clear()
+    cache = KVCache(4)
+    with OnHost():
+        cache.host = HostKV(torch.device("cuda"), cache.layers)
+        for start, layer in product((0, 2, 4), range(5)):
+            frames = range(start, start + 2)
+            CachedPass(cache, frames, range(5)).get_layer(layer)
+            new = torch.full((1, 6, 1, 2), 10.0 * start + layer)
+            kv = cache.write(layer, 0, frames, (new, -new))
+            kept = [10.0 * x + layer for x in (0, 2, 4) if start - 4 < x <= start]
+            for x, sign in zip(kv, (1, -1), strict=True):
+                assert (sign * x).unique().tolist() == kept, (start, layer)
+    both, first_pass = ["in"] * 2 + ["out"] * 2, ["out"] * 2 * 4  # nothing is kept before it
+    assert LoggingStream.log == first_pass + both * 11
+    assert cache.nbytes == 5 * 2 * 4 * 3 * 2 * 4

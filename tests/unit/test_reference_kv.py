@@ -17,7 +17,8 @@ from tests.animate2_network import CASES, Case, compute_velocity, make_inputs, m
 from tests.refusals import check_refusals, get_refusal
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.reference_kv import ChunkKV, ReferenceKV, ReferenceLayout, ReferencePass
+from wan.modules.host_kv import ChunkKV
+from wan.modules.reference_kv import ReferenceKV, ReferenceLayout, ReferencePass
 
 HEADS, HEAD_DIM = 3, 8
 
@@ -122,7 +123,8 @@ class OnHost(TorchFunctionMode):
 class LateStream:
     """Replaces `CopyStream`: its copies run when the compute stream waits for their event.
 
-    They wait for an event of the compute stream, which is recorded after the allocation.
+    They wait for an event of the compute stream, which is recorded after the allocation. Copies to
+    host memory, which is not of the stream, run in the same order.
     """
 
     def __init__(self, _: object) -> None:
@@ -139,7 +141,9 @@ class LateStream:
         self.kept.append(memory)
 
     def copy(self, target: Tensor, slices: Any, event: object) -> None:
-        assert self.computed and any(x.data_ptr() == target.data_ptr() for x in self.kept)
+        slices, of_stream = [*slices], {x.untyped_storage().data_ptr() for x in self.kept}
+        on_device = [x.untyped_storage().data_ptr() in of_stream for x in (target, slices[0][1])]
+        assert self.computed and sum(on_device) == 1
         self.queued += [partial(target[rows].copy_, source) for rows, source in slices]
 
     def record_copied(self, event: list[Callable[[], object]]) -> None:
@@ -152,7 +156,7 @@ class LateStream:
 
 def test_attention_waits_for_the_copies_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the layer before is skipped, and in two head chunks."""
-    monkeypatch.setattr("wan.modules.reference_kv.CopyStream", LateStream)
+    monkeypatch.setattr("wan.modules.host_kv.CopyStream", LateStream)
     layout = ReferenceLayout((1, 2, 2), (2, 2, 2), 8, 2, 0)
     kv = ReferenceKV(layout, torch.device("cuda"), in_host_memory=True)
     with OnHost():

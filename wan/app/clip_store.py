@@ -6,6 +6,9 @@ last one is kept. The clips of a long i2v video are joined into the video; those
 stored losslessly, and their frames are encoded together. Then the folder is removed unless
 `--save_latents` is given. A later run with more clips generates only the missing ones.
 
+Blocks of frames of a causal video are stored in the same way, without mp4: the state of a block is
+its latents, and the states of all blocks are kept until the video is complete.
+
 The metadata of a clip state has the settings and input digests of the run, and the digests of the
 clip's mp4, of the state and of the previous state. A clip with other values is generated again.
 """
@@ -46,17 +49,24 @@ _VARIABLE_SETTINGS = ("save_file", "save_latents", "num_clip", "clip_prompts", "
 
 
 class ClipFiles:
-    """The stored clips of a run; used on the main rank."""
+    """The stored clips of a run, or its blocks of frames; used on the main rank.
+
+    Attributes:
+        num_clips: Clips of the complete video.
+        unit: "clip" or "block", for messages.
+    """
 
     def __init__(self, run: Run) -> None:
         """Prepares access to a run's folder of clips; reads nothing."""
         self._run, self.folder = run, run.output.clips_dir
+        self.num_clips = run.params.task.count_clips(run.params)
+        self._has_frames = not run.params.task.makes_blocks
+        self.unit = "clip" if self._has_frames else "block"
 
     def count_finished(self) -> int:
         """Returns the number of clips, from the first, that are stored and match this run."""
         num_matching = num_finished = self._count_matching()
-        num_clips = self._run.params.num_clip or 0
-        while 0 < num_finished < num_clips and self._read_state(num_finished - 1) is None:
+        while 0 < num_finished < self.num_clips and self._read_state(num_finished - 1) is None:
             num_finished -= 1  # no clip can follow it
         if num_finished < num_matching:
             text = "%s: clips %d to %d are generated again, because no state after them is stored."
@@ -64,11 +74,10 @@ class ClipFiles:
         return num_finished
 
     def _count_matching(self) -> int:
-        num_clips = self._run.params.num_clip or 0
         previous_digest = ""
-        for index in range(num_clips):
+        for index in range(self.num_clips):
             state = self._state_path(index)
-            if not (self._clip_path(index).exists() and state.exists()):
+            if not state.exists() or (self._has_frames and not self._clip_path(index).exists()):
                 return index
             try:
                 difference = self._find_difference(index, previous_digest)
@@ -76,10 +85,10 @@ class ClipFiles:
             except (InputError, OSError, LookupError, TypeError):
                 difference = "is damaged"
             if difference is not None:
-                text = "%s: clip %d is generated again, because it %s."
-                logger.info(text, self.folder, index + 1, difference)
+                text = "%s: %s %d is generated again, because it %s."
+                logger.info(text, self.folder, self.unit, index + 1, difference)
                 return index
-        return num_clips
+        return self.num_clips
 
     def _find_difference(self, index: int, previous_digest: str) -> str | None:
         """Returns the reason why a clip must be generated again, or None.
@@ -93,17 +102,22 @@ class ClipFiles:
         changed = list_changed_settings(current, stored)
         if changed:
             return f"differs in {', '.join(sorted(changed))}"
-        end = self._read_state(index)
+        end, dropped = self._read_state(index), digests["state"] if self._has_frames else None
         current_digests = {
-            "video": compute_file_digest(self._clip_path(index)),
-            "state": digests["state"] if end is None else _digest_tensor(end),
+            "video": self._compute_video_digest(index),
+            "state": dropped if end is None else _digest_tensor(end),
             "before": previous_digest,
         }
         return None if current_digests == digests else "was changed, or is of another run"
 
-    def read_last_state(self, num_clips_done: int) -> Tensor | None:
-        """Returns the state of the last of the first `num_clips_done` clips; None for 0."""
-        return self._read_state(num_clips_done - 1) if num_clips_done else None
+    def read_state(self, num_clips_done: int) -> Tensor | None:
+        """Returns `Inputs.clip_state` after the first `num_clips_done` clips; None for 0."""
+        if self._has_frames or not num_clips_done:
+            return self._read_state(num_clips_done - 1) if num_clips_done else None
+        from torch import cat
+
+        blocks = map(self._read_state, range(num_clips_done))
+        return cat([latents for latents in blocks if latents is not None], dim=1)
 
     def _read_state(self, index: int) -> Tensor | None:
         """Returns a clip's state, or None if it was not kept."""
@@ -120,21 +134,23 @@ class ClipFiles:
 
     def write_clip(self, index: int, clip: Clip) -> None:
         """Writes a clip, then its state."""
-        assert clip.frames is not None, "the main rank has them"
-        comment = json.dumps({"wan": __version__, "clip": index + 1})
-        output = replace(self._run.output, save_file=self._clip_path(index))
-        joins_clips = self._run.params.task.joins_clips
-        video_writer.write_video(clip.frames, output, comment, lossless=not joins_clips)
+        if self._has_frames:
+            assert clip.frames is not None, "the main rank has them"
+            comment = json.dumps({"wan": __version__, "clip": index + 1})
+            output = replace(self._run.output, save_file=self._clip_path(index))
+            joins_clips = self._run.params.task.joins_clips
+            video_writer.write_video(clip.frames, output, comment, lossless=not joins_clips)
         end = None if clip.state is None else clip.state.float().cpu().contiguous()
         digests = {
-            "video": compute_file_digest(self._clip_path(index)),
+            "video": self._compute_video_digest(index),
             "state": "" if end is None else _digest_tensor(end),
             "before": self._read_digest(index - 1) if index else "",
         }
         self._write_state(
             index, end, {"settings": self._collect_settings(index), "digests": digests}
         )
-        if index and end is not None and end.nbytes > _MAX_KEPT_STATE:
+        can_drop = index > 0 and self._has_frames
+        if can_drop and end is not None and end.nbytes > _MAX_KEPT_STATE:
             state = self._state_path(index - 1)
             metadata = {
                 key: read_safetensors_metadata(state, key) for key in ("settings", "digests")
@@ -154,8 +170,7 @@ class ClipFiles:
 
     def write_video(self, move_into_place: Callable[[Path], None], comment: str) -> None:
         """Writes the video of all clips. move_into_place: As in `write_output`."""
-        run, num_clips = self._run, self._run.params.num_clip or 0
-        paths = [self._clip_path(index) for index in range(num_clips)]
+        run, paths = self._run, [self._clip_path(index) for index in range(self.num_clips)]
         if run.params.task.joins_clips:
             with write_output(run.output.save_file, VIDEO_KIND, move_into_place) as path:
                 video_writer.join_videos(self.folder, [clip.name for clip in paths], path, comment)
@@ -163,7 +178,7 @@ class ClipFiles:
         size = run.params.video_size
         with video_writer.open_mp4_encoder(run.output, move_into_place, comment) as encoder:
             encoder.begin((run.params.num_frames, *size[::-1]))
-            for frame in self.iter_frames(num_clips):
+            for frame in self.iter_frames(self.num_clips):
                 encoder.write_rgb_frame(frame)
 
     def iter_frames(self, num_clips: int) -> Iterator[np.ndarray]:
@@ -172,13 +187,16 @@ class ClipFiles:
             yield from decode_frames(self._clip_path(index), self._run.params.video_size)
 
     def remove_clips(self) -> None:
-        """Removes the clips, and the folder if it is then empty."""
-        for path in sorted(self.folder.iterdir()):
+        """Removes the clips, if any, and the folder if it is then empty."""
+        for path in sorted(self.folder.glob("*")):
             for pattern, kind in CLIP_KINDS.items():
                 if path.match(pattern):
                     remove_output(path, kind)
         with suppress(OSError):  # a folder with other files is kept
             self.folder.rmdir()
+
+    def _compute_video_digest(self, index: int) -> str:
+        return compute_file_digest(self._clip_path(index)) if self._has_frames else ""
 
     def _collect_settings(self, index: int) -> dict[str, Any]:
         """Returns the settings and input digests that determine a clip's frames."""

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,8 @@ from wan.app.run import Run
 from wan.media import audio, video_writer
 from wan.media.video_reader import count_stored_frames
 from wan.settings import noise_schedule
-from wan.settings.errors import NotFiniteError
+from wan.settings.errors import InputError, NotFiniteError
+from wan.tasks.base import Clip
 from wan.utils import env, log, trace
 from wan.utils.files import (
     LATENTS_KIND,
@@ -79,6 +80,7 @@ class VideoJob:
         self._is_main = groups is None or groups.is_main
         self._old_file_identity = _read_file_identity(run.output.save_file)
         self._stream: Mp4Encoder | None = None
+        self._clips, self._num_stored_clips = ClipFiles(run), 0
 
     def make(self, denoise: Callable[[], Tensor] | None = None) -> None:
         """Generates the video and its record.
@@ -96,7 +98,7 @@ class VideoJob:
             meter_context = VideoMeter(pipeline.device, stages)
         if run.decode_latents is None:
             logger.info("Prompt: %s", log.format_prompt(run.params.prompt))
-        with meter_context as video_meter, self._open_stream():
+        with meter_context as video_meter, self._open_stream(), self._report_stored_clips():
             if run.decode_latents is not None:
                 latents = video_writer.load_latents(run.decode_latents)
             elif run.params.has_clips:
@@ -131,11 +133,63 @@ class VideoJob:
             logger.error("The stream is not complete (%s).", error.strerror or error)
 
     def make_inputs(self) -> Inputs:
-        """Returns the pipeline's inputs, with what writes previews and saves each step."""
+        """Returns the pipeline's inputs, with what writes previews and saves each step.
+
+        All ranks call it. Those of a causal video have the finished blocks, and store further ones.
+        """
         inputs = replace(self.run.load_inputs(), show_preview=self._write_preview)
+        if self.run.params.task.makes_blocks:
+            num_done, latents = self._finished_clips
+            store = self._store_block if self._is_main else None
+            inputs = replace(
+                inputs, num_clips_done=num_done, clip_state=latents, callback_on_block_end=store
+            )
         if self.run.output.save_latents == "steps" and self._is_main:
             return replace(inputs, callback_on_step_end=self._save_step_latents)
         return inputs
+
+    @cached_property
+    def _finished_clips(self) -> tuple[int, Tensor | None]:
+        """Clips or blocks of an earlier run, and their state; the main rank broadcasts both."""
+        self._clips = clips = ClipFiles(self.run)
+        num_done, state = 0, None
+        if self._is_main:
+            num_done = clips.count_finished()
+            state = clips.read_state(num_done)
+        if self._groups is not None:
+            num_done, state = self._groups.broadcast_object_from_rank0((num_done, state))
+        if num_done:
+            text = "%d of %d %ss are in %s."
+            logger.info(text, num_done, clips.num_clips, clips.unit, clips.folder)
+        self._num_stored_clips = num_done
+        return num_done, state
+
+    def _store_block(self, index: int, latents: Tensor) -> None:
+        """Stores a block of frames on the main rank; after an error, which is logged, no others."""
+        if index != self._num_stored_clips:
+            return
+        try:
+            self._clips.write_clip(index, Clip(latents, None, latents))
+        except (OSError, InputError) as error:
+            logger.error("Blocks from %d on are not stored (%s).", index + 1, error)
+        else:
+            self._num_stored_clips += 1
+
+    @contextmanager
+    def _report_stored_clips(self) -> Iterator[None]:
+        """Logs how a video that fails, or is stopped, continues after its stored clips."""
+        try:
+            yield
+        except BaseException:
+            clips, params, num_done = self._clips, self.run.params, self._num_stored_clips
+            if self._is_main and num_done:
+                logger.error(
+                    "%d of %d %ss are kept in %s; the same command with --save_file %s "
+                    "--base_seed %d continues after them.",
+                    *(num_done, clips.num_clips, clips.unit, clips.folder),
+                    *(self.run.output.save_file, params.base_seed),
+                )
+            raise
 
     def _write_preview(self, frame_3HW: Tensor) -> None:
         """Replaces the picture of the predicted video by a newer one."""
@@ -220,7 +274,10 @@ class VideoJob:
         from wan.metering.recording import TraceRecording, make_exchange_plan, select_nth_steps
 
         schedule = noise_schedule.make_noise_schedule(run.params)
-        select_steps = partial(select_nth_steps, schedule.experts, first_step=schedule.first_step)
+        first_step = schedule.first_step
+        if run.params.task.makes_blocks:  # finished blocks take no steps
+            first_step += self._finished_clips[0] * len(schedule.experts)
+        select_steps = partial(select_nth_steps, schedule.experts, first_step=first_step)
         steps = run.output.trace_steps or select_steps(position=1) if folder else ()
         rank = 0 if self._groups is None else self._groups.rank
         recording = TraceRecording(
@@ -266,6 +323,8 @@ class VideoJob:
             self.save_denoised_latents(latents.join())
         if self.run.decode_latents is None:
             self._move_or_remove_latents()
+        if self.run.params.task.makes_blocks:
+            self._clips.remove_clips()
         self._finish_run(encoder.size, power)
 
     def _release_other_ranks(self, meter: VideoMeter | None) -> None:
@@ -280,40 +339,28 @@ class VideoJob:
         """Generates the clips that are not stored yet, stores each, and writes the video."""
         from wan.pipeline import clips
 
-        run, files = self.run, ClipFiles(self.run)
-        params, num_clips = run.params, run.params.num_clip or 0
-        num_done = files.count_finished() if self._is_main else 0
-        clip_state = files.read_last_state(num_done) if self._is_main else None
-        if self._groups is not None:
-            num_done, clip_state = self._groups.broadcast_object_from_rank0((num_done, clip_state))
-        if num_done:
-            logger.info("%d of %d clips are in %s.", num_done, num_clips, files.folder)
+        run, params = self.run, self.run.params
+        num_done, state = self._finished_clips
+        files = self._clips
         if self._stream is not None:
             self._stream.begin((params.num_frames, *params.video_size[::-1]))
             for frame in files.iter_frames(num_done):
                 self._stream.write_rgb_frame(frame)
-        inputs = replace(self.make_inputs(), num_clips_done=num_done, clip_state=clip_state)
+        inputs = replace(self.make_inputs(), num_clips_done=num_done, clip_state=state)
         clip_iterator = clips.generate_clips(self._pipeline, params, inputs)
-        for index in range(num_done, num_clips):
+        for index in range(num_done, files.num_clips):
             with self._record_trace() if index == num_done else nullcontext():
                 try:
                     clip = next(clip_iterator)
-                except BaseException as error:
-                    if isinstance(error, NotFiniteError):
-                        self.save_denoised_latents(error.latents)
-                    if self._is_main and index:
-                        logger.error(
-                            "%d of %d clips are kept in %s; the same command with --save_file %s "
-                            "--base_seed %d continues after them.",
-                            *(index, num_clips, files.folder),
-                            *(run.output.save_file, params.base_seed),
-                        )
+                except NotFiniteError as error:
+                    self.save_denoised_latents(error.latents)
                     raise
             if self._is_main:
                 with self._writing():
                     if self._stream is not None and clip.frames is not None:
                         self._stream.write_frames(clip.frames)
                     files.write_clip(index, clip)
+            self._num_stored_clips += 1
             del clip  # before the next one is made
         self._release_other_ranks(meter)
         if not self._is_main:

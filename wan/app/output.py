@@ -90,7 +90,7 @@ def check_run_outputs(run: Run) -> None:
         check_output(output.preview_path, PREVIEW_KIND, "`preview`")
     if output.stream:
         check_output(output.stream_path, VIDEO_KIND, "`stream`")
-    if run.params.has_clips:
+    if run.params.task.count_clips(run.params):
         check_output_folder(output.clips_dir, CLIP_KINDS, "`save_file`")
     replaced_file = find_replaced_input(run, index_input_files(run.input_files))
     if replaced_file is not None:
@@ -123,7 +123,7 @@ def find_replaced_input(run: Run, input_files: Mapping[FileId, InputFile]) -> In
         outputs.append(output.preview_path)
     if output.stream:
         outputs.append(output.stream_path)
-    if run.params.has_clips:
+    if run.params.task.count_clips(run.params):
         outputs.append(output.clips_dir)
     for path in outputs:
         with suppress(OSError):  # it does not exist

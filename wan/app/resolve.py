@@ -157,7 +157,10 @@ def resolve_video(context: ResolveContext, *layers: Layer) -> Run:
                 _check_free_memory(run)
             if writes_file:
                 check_run_outputs(run)
-            check_trace_options(run.output, run.setup.execution.compile, run.params.num_forwards)
+            task = run.params.task  # the steps of blocks are counted over the whole video
+            num_parts = task.count_clips(run.params) if task.makes_blocks else 1
+            num_steps = run.params.num_forwards * num_parts
+            check_trace_options(run.output, run.setup.execution.compile, num_steps)
             return run
 
 

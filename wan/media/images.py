@@ -382,6 +382,17 @@ def convert_image_to_tensor(image: Image.Image) -> Tensor:
     return array.permute(2, 0, 1).float().div_(255).sub_(0.5).div_(0.5)
 
 
+def check_nonzero_size(image: tuple[int, int], size: tuple[int, int]) -> tuple[int, int]:
+    """Returns the size of a video; refuses an image so narrow that a side would vanish."""
+    if not all(size):
+        raise InputError(
+            f"The image is {image[0]}x{image[1]}, and at the chosen `size` one side of the video "
+            "would vanish",
+            remedy="crop the image, or choose a larger `size`",
+        )
+    return size
+
+
 def scale_and_crop_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """Scales an image to cover (width, height), and crops it to its center."""
     from PIL import Image

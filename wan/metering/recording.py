@@ -69,7 +69,11 @@ def make_exchange_plan(
         fp8=attention.fp8,
         fp8_exchange=attention.quant_alltoall,
         sparse_from=attention.resolve_sparse_start_step(params.num_forwards) if sparse else None,
-        steps={step: schedule.experts[step - schedule.first_step] for step in steps},
+        # The steps of a causal video go on after its first block.
+        steps={
+            step: schedule.experts[(step - schedule.first_step) % len(schedule.experts)]
+            for step in steps
+        },
         fused=setup.exchange_on(device_type) == "fused",
         control=get_control_layers(setup.checkpoint.config),
     )

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from wan.kernels.forward_context import StepInfo
+from wan.modules.host_kv import HostKV
+from wan.modules.interfaces import ModelComponents
 from wan.modules.kv_cache import CachedPass, KVCache
 from wan.modules.model import StreamConditioning, WanModel
 from wan.modules.rope import RopeTable, make_rope_table
@@ -26,8 +28,16 @@ class WanCausalModel(WanModel):
     The arguments are those of `WanModel`.
     """
 
-    def __init__(self, model_type: str = "causal", **config: Any) -> None:
-        super().__init__(model_type, **config)
+    def __init__(
+        self,
+        model_type: str = "causal",
+        *,
+        components: ModelComponents | None = None,
+        **config: Any,
+    ) -> None:
+        components = ModelComponents() if components is None else components
+        self._keeps_kv_in_host_memory = components.keeps_kv_in_host_memory
+        super().__init__(model_type, **config, components=components)
         self._block_rope: tuple[object, RopeTable] | None = None
 
     def forward(  # type: ignore[override]
@@ -71,6 +81,8 @@ class WanCausalModel(WanModel):
                 f"frames with a sink of {kv_cache.sink}."
             )
 
+        if not kv_cache.layers and self._keeps_kv_in_host_memory():
+            kv_cache.host = HostKV(x[0].device, kv_cache.layers)
         further_keys = CachedPass(kv_cache, frames, range(self.num_layers))
 
         def make_conditioning(_: int) -> StreamConditioning:

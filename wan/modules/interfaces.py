@@ -270,6 +270,7 @@ class ModelComponents:
         step_cache: Skips blocks in some steps.
         attention_cache: Skips self-attention in some steps.
         streams_reference: Keep Animate-2's `ReferenceKV` in the host's memory.
+        keeps_kv_in_host_memory: Decides before a video whether its `KVCache` is in host memory.
     """
 
     attention: AttentionFactory = lambda layer: SingleDeviceAttention(SdpaKernel())
@@ -280,3 +281,4 @@ class ModelComponents:
     step_cache: SkipBlocks | None = None
     attention_cache: SkipAttention | None = None
     streams_reference: bool = False
+    keeps_kv_in_host_memory: Callable[[], bool] = lambda: False

@@ -26,15 +26,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from wan.device import CopyStream
 from wan.kernels.interfaces import Kernel
+from wan.modules.host_kv import ChunkKV, HostKV
 from wan.modules.rope import GridPositions
 from wan.settings.attention_modes import Grid
 from wan.utils import trace
 from wan.utils.partial_attention import KeyPart, KvBlock, LseMerger, attend_to_blocks
-
-ChunkKV = tuple[Tensor, Tensor]
-"""Keys and values of a head chunk, [T,A,N,D] each."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +142,11 @@ class ReferenceKV:
     frames: range = range(0)
     layers: dict[int, dict[int, ChunkKV]] = field(default_factory=dict)
     is_complete: bool = False
-    _copies: dict[int, tuple[dict[int, ChunkKV], object]] = field(default_factory=dict)
-    _stream: CopyStream | None = None
-    _allocated: object = None
+    _host: HostKV | None = None
+
+    def __post_init__(self) -> None:
+        if self.in_host_memory and self.device.type != "cpu":
+            self._host = HostKV(self.device, self.layers)
 
     @property
     def nbytes(self) -> int:
@@ -173,42 +172,14 @@ class ReferenceKV:
 
     def fetch_layer(self, layer: int, next_layer: int) -> dict[int, ChunkKV]:
         """Returns the head chunks of a layer on the device, and starts the copy of the next one."""
-        if not self._is_copied:
+        if self._host is None:
             return self.layers[layer]
-        for index in (layer, next_layer):
-            if index not in self._copies:
-                self._start_copy(index)
-        chunks, event = self._copies.pop(layer)
-        assert self._stream is not None
-        self._stream.make_compute_wait(event)
-        self._copies = {i: copy for i, copy in self._copies.items() if i == next_layer}
-        return chunks
-
-    @property
-    def _is_copied(self) -> bool:
-        return self.in_host_memory and self.device.type != "cpu"
+        return self._host.fetch_layer(layer, next_layer)
 
     def _keep(self, x: Tensor) -> Tensor:
-        if not self._is_copied:
+        if self._host is None:
             return x.clone(memory_format=torch.contiguous_format)
-        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
-
-    def _start_copy(self, layer: int) -> None:
-        if self._stream is None:
-            self._stream = CopyStream(self.device)
-            self._allocated = self._stream.make_event()
-        stream, chunks = self._stream, dict[int, ChunkKV]()
-        for index, chunk in self.layers[layer].items():
-            k, v = (torch.empty_like(x, device=self.device) for x in chunk)
-            chunks[index] = k, v
-        stream.record_computed(self._allocated)  # the memory may be that of earlier tensors
-        for index, chunk in self.layers[layer].items():
-            for target, source in zip(chunks[index], chunk, strict=True):
-                stream.record_stream(target)
-                stream.copy(target.flatten(), [(slice(None), source.flatten())], self._allocated)
-        copied = stream.make_event()
-        stream.record_copied(copied)
-        self._copies[layer] = chunks, copied
+        return self._host.allocate(x.shape, x.dtype).copy_(x)
 
 
 @dataclass(frozen=True)

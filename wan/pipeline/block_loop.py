@@ -7,14 +7,19 @@ initial noise of the whole video is drawn first, then that of the stochastic ste
 Where the prompt changes, the kept frames after the sink pass the network once more, with the new
 prompt, in order. So each attends to those before it, as if they had been generated with it.
 
+Blocks that an earlier run has finished take no steps. Their noise is drawn and discarded, and their
+clean passes are run in order: the keys of a layer depend on frames that have left the window.
+Only passes are left out whose keys a new prompt replaces before a block is denoised.
+
 Legend: Z latent channels, f h w latent frames/height/width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -36,7 +41,11 @@ from wan.pipeline.denoise import (
 )
 from wan.pipeline.preview import Preview
 from wan.pipeline.scheduler import make_solver
-from wan.settings.noise_schedule import NoiseSchedule, make_noise_schedule
+from wan.settings.noise_schedule import (
+    NoiseSchedule,
+    count_noise_samples,
+    make_noise_schedule,
+)
 from wan.tasks.base import DenoiseInputs, StepCallback, VideoParams
 from wan.tasks.causal import CausalInputs
 from wan.utils.log import make_step_bar
@@ -65,12 +74,21 @@ class BlockLoop(DenoisingLoop):
         self._noise, self._blocks = inputs.initial_latents, list[Tensor]()
         self._block_schedule = schedule = make_noise_schedule(self.params)
         self._block_size = self._block_params.latent_shape[1]
-        self._num_blocks = num_blocks = self._noise.shape[1] // self._block_size
+        self._num_blocks = num_blocks = params.task.count_clips(params)
+        contexts, finished = inputs.contexts, inputs.finished_latents
+        self._prompt_changes = [
+            block for block in range(1, num_blocks) if contexts[block] is not contexts[block - 1]
+        ]
+        self._num_finished = 0 if finished is None else finished.shape[1] // self._block_size
+        if inputs.sample_noise is not None:
+            for _ in range(self._num_finished * (count_noise_samples(params) - 1)):
+                inputs.sample_noise()
         self._noise_schedule = NoiseSchedule(
             (*schedule.sigmas[:-1] * num_blocks, 0.0),
             schedule.timesteps * num_blocks,
             schedule.experts * num_blocks,
         )
+        self._num_forwards = len(self._noise_schedule.experts)
         self._timesteps = self._timesteps.repeat(num_blocks)
         self.kv_cache = KVCache(params.task.count_kept_latents(params), params.sink_size or 0)
 
@@ -100,35 +118,62 @@ class BlockLoop(DenoisingLoop):
         same time, and get the same blocks. The arguments are those of `advance`.
         """
         num_steps, steps = len(self._noise_schedule.experts), len(self._block_schedule.experts)
-        name = self._block_schedule.experts[0]
+        name, num_finished = self._block_schedule.experts[0], self._num_finished
+        get_model = partial(experts.get, name)
         with make_step_bar(num_steps) if bar is None else nullcontext(bar) as bar:
-            model = experts.get(name)
+            if num_finished < self._num_blocks:
+                get_model()
             bar.total = num_steps
+            bar.initial = bar.n = num_finished * steps
             bar.unpause()  # its rate excludes loading
             bar.set_postfix_str(name)
             for block in range(self._num_blocks):
                 with torch.no_grad():
-                    self._begin_block(block, model)
-                    for index in range(block * steps, (block + 1) * steps):
-                        cancellation_point.check(index, num_steps)
-                        self._step(index, model, None, Cache(), cancellation_point)
-                        bar.update()
-                    self._check_finite(name)
+                    self._begin_block(block, get_model)
+                    if block < num_finished:
+                        cancellation_point.check(block * steps, num_steps)
+                        self._take_finished_block(block)
+                    else:
+                        self._denoise_block(block, get_model(), cancellation_point, bar)
                 self._blocks.append(self.latents)
                 yield self.latents
-                if block + 1 < self._num_blocks:
+                first = max(block + 1, num_finished)  # of the blocks that may attend to its keys
+                in_sink = block * self._block_size < self.kv_cache.sink
+                if first < (self._num_blocks if in_sink else self._find_prompt_change(block)):
                     with torch.no_grad():
-                        self._keep_clean(model, self._blocks[-1], block * self._block_size)
+                        self._keep_clean(get_model(), self._blocks[-1], block * self._block_size)
             cancellation_point.check(num_steps, num_steps)
-        self.kv_cache.layers.clear()
+        self.kv_cache.clear()
 
-    def _begin_block(self, block: int, model: Denoiser) -> None:
+    def _find_prompt_change(self, block: int) -> int:
+        """Returns the first block after this one with another prompt; else the number of blocks."""
+        return next((x for x in self._prompt_changes if x > block), self._num_blocks)
+
+    def _take_finished_block(self, block: int) -> None:
+        finished = self._inputs.finished_latents
+        assert finished is not None
+        start, stop = (index * self._block_size for index in (block, block + 1))
+        self.latents = finished[:, start:stop].to(self.latents.device).contiguous()
+        self._num_steps_done += len(self._block_schedule.experts)
+
+    def _denoise_block(
+        self, block: int, model: Denoiser, cancellation_point: CancellationPoint, bar: Any
+    ) -> None:
+        num_steps, steps = len(self._noise_schedule.experts), len(self._block_schedule.experts)
+        for index in range(block * steps, (block + 1) * steps):
+            cancellation_point.check(index, num_steps)
+            self._step(index, model, None, Cache(), cancellation_point)
+            bar.update()
+        self._check_finite(self._block_schedule.experts[0])
+        if self._inputs.callback_on_block_end is not None:
+            with cancellation_point.local_section():
+                self._inputs.callback_on_block_end(block, self.latents)
+
+    def _begin_block(self, block: int, get_model: Callable[[], Denoiser]) -> None:
         """Sets noise, prompt, solver and place of a block."""
         start, device = block * self._block_size, self.latents.device
         self.latents = self._noise[:, start : start + self._block_size].to(device)
-        contexts = self._inputs.contexts
-        context = contexts[block * len(contexts) // self._num_blocks]
-        has_new_prompt = block > 0 and context is not self._inputs.context
+        context = self._inputs.contexts[block]
         inputs = replace(self._inputs, context=context)
         if block:
             plain = DenoiseInputs(self.latents, context, context)
@@ -141,8 +186,8 @@ class BlockLoop(DenoisingLoop):
         kwargs = {"kv_cache": self.kv_cache, "start_frame": start}
         self._inputs = replace(inputs, model_kwargs={"cond": kwargs})
         self._solver, _ = make_solver(self.params, self._block_schedule, inputs.sample_noise)
-        if has_new_prompt:
-            self._renew_cache(model, start)
+        if block in self._prompt_changes and self._num_finished < self._find_prompt_change(block):
+            self._renew_cache(get_model(), start)
 
     def _renew_cache(self, model: Denoiser, num_frames: int) -> None:
         """Computes the kept keys of the frames after the sink again, with the current prompt."""
@@ -155,8 +200,9 @@ class BlockLoop(DenoisingLoop):
 
     def _keep_clean(self, model: Denoiser, latents: Tensor, start: int) -> None:
         """Runs the network on clean frames, and keeps their keys and values."""
-        steps, expert = len(self._block_schedule.experts), self._block_schedule.experts[-1]
-        step = self._set_grid(StepInfo(steps - 1, steps, "cond", expert, (0, 0, 0), 0), latents)
+        index, expert = max(self._num_steps_done - 1, 0), self._block_schedule.experts[-1]
+        step = StepInfo(index, self._num_forwards, "cond", expert, (0, 0, 0), 0)
+        step = self._set_grid(step, latents)
         kwargs = {"kv_cache": self.kv_cache, "start_frame": start}
         inputs = replace(self._inputs, model_kwargs={"cond": kwargs})
         StepPrediction(model, latents, torch.zeros(1), inputs, step).predict_velocity("cond")

@@ -47,6 +47,7 @@ from wan.modules.vae import video_vae
 from wan.modules.vae.video_vae import VideoVAE
 from wan.pipeline import memory_estimate
 from wan.pipeline.pipeline import (
+    RESERVED_BYTES,
     Experts,
     LazyModule,
     OffloadManager,
@@ -60,6 +61,7 @@ from wan.settings.attention_modes import count_heads_per_chunk
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
 from wan.tasks.base import build_dit
+from wan.utils import system
 from wan.utils.log import StageTimer, logger
 from wan.utils.torch_private import has_amx, has_avx512_bf16, use_private_compiler_cache
 
@@ -107,10 +109,21 @@ def build_pipeline(
     selected = select_kernels(setup.attention, target, exported, execution.compile)
     step_cache = build_step_cache(setup, groups) if step_cache is None else step_cache
 
+    def keeps_kv_in_host_memory() -> bool:
+        params, num_bytes = loader.offload_manager.params, device.process_memory()
+        if params is None or num_bytes is None:
+            return False
+        free, host_memory = num_bytes - RESERVED_BYTES, system.read_available_memory()
+        video_setup = memory_estimate.place_kept_kv(setup, params, device.type, free, host_memory)
+        if video_setup.keeps_kv_in_host_memory:
+            logger.info("Kept keys and values do not fit on the device; host memory has them.")
+        return video_setup.keeps_kv_in_host_memory
+
     def make_components(expert: str) -> ModelComponents:
         components = replace(
             build_components(setup, selected, groups, step_cache, expert),
             streams_reference=execution.offload_model == "block",
+            keeps_kv_in_host_memory=keeps_kv_in_host_memory,
         )
         if wrap_attention is None:
             return components

@@ -312,22 +312,44 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
     )
 
 
-def count_reference_layers(setup: Setup, device: str) -> int:
-    """Counts the layers whose keys and values of a reference video are on the device.
+def count_kv_layers_on_device(setup: Setup, device: str) -> int:
+    """Counts the layers whose kept keys and values are on the device.
 
-    With streamed blocks they are in the host's memory, but for those of two blocks and of a third
-    whose memory is not reused yet.
+    Those of a reference video with streamed blocks, and those of a causal video that do not fit,
+    are in host memory, but for those of two blocks and of a third whose memory is not reused yet.
     """
     num_layers: int = setup.checkpoint.config["num_layers"]
-    is_streamed = setup.execution.offload_model == "block" and device != "cpu"
-    is_streamed = is_streamed and setup.preset.has_reference_kv
+    streams_reference = setup.execution.offload_model == "block" and setup.preset.has_reference_kv
+    is_streamed = device != "cpu" and (streams_reference or setup.keeps_kv_in_host_memory)
     return min(3, num_layers) if is_streamed else num_layers
+
+
+def place_kept_kv(
+    setup: Setup, params: VideoParams, device: str, free: int, host_memory: int | None
+) -> Setup:
+    """Returns the setup, with kept keys and values in host memory if they only fit there.
+
+    Args:
+        free: Bytes of the device for the whole stage of denoising, with its weights.
+        host_memory: Available bytes of the host; None if unknown.
+    """
+    if not setup.preset.keeps_kv or device == "cpu":
+        return setup
+    in_host_memory = replace(setup, keeps_kv_in_host_memory=True)
+    needs = [
+        find_fullest_stage(x, params, only_stage="denoising", device=device)[1]
+        for x in (setup, in_host_memory)
+    ]
+    # PyTorch rounds each page-locked tensor up to a power of two.
+    host_bytes = 2 * _estimate_dit(setup, params, device).per_clip["kept K/V"]
+    fits_host = host_memory is None or host_bytes * system.count_local_ranks() <= host_memory
+    return in_host_memory if needs[1] <= free < needs[0] and fits_host else setup
 
 
 def _get_usage_per_clip(setup: Setup, size: NetworkSize, device: str) -> Usage:
     """Returns the part of `NetworkSize.per_clip` on the device."""
     num_held, num_layers = (
-        count_reference_layers(setup, device),
+        count_kv_layers_on_device(setup, device),
         setup.checkpoint.config["num_layers"],
     )
     return +Usage({name: x * num_held // num_layers for name, x in size.per_clip.items()})
@@ -399,6 +421,8 @@ def _find_memory_refusal(
     free = get_free_memory(device)
     if free is None:
         return None
+    host_memory = system.read_available_memory()
+    setup = place_kept_kv(setup, params, device, free, host_memory)
     stage, need = find_fullest_stage(setup, params, ranks_here, only_stage, device=device)
     if need <= free:
         return None

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from wan.modules.model import WanModel
     from wan.pipeline.offload import OffloadedModule
 
-_RESERVED_BYTES = 1 << 30  # bytes reserved for kernels and fragmentation
+RESERVED_BYTES = 1 << 30  # bytes reserved for kernels and fragmentation
 _BLOCK_SIZE = 3  # latent frames that are decoded between two checks for a cancellation
 
 
@@ -71,7 +71,7 @@ class OffloadManager:
             return self.resident_blocks or 0
         outside_blocks = self.bytes_outside_blocks(self.params) * 5 // 4
         buffers = count_block_buffers(self.device.type) * block_bytes
-        available = free_bytes - _RESERVED_BYTES - outside_blocks - buffers
+        available = free_bytes - RESERVED_BYTES - outside_blocks - buffers
         return min(max(available // block_bytes, 0), num_blocks)
 
     def register(self, network: nn.Module, on_free: Callable[[], None] = lambda: None) -> None:

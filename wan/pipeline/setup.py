@@ -48,6 +48,7 @@ class Setup:
         loras: The LoRAs of each expert.
         lora_options: The folder of LoRAs for single videos, and the limit of their cache.
         video_loras: LoRAs of this video only, whose memory is counted.
+        keeps_kv_in_host_memory: The kept K/V of a causal video are in host memory.
     """
 
     preset: Preset
@@ -62,6 +63,7 @@ class Setup:
     loras: Mapping[str, tuple[Lora, ...]] = field(default_factory=dict)
     lora_options: VideoLoraOptions = field(default_factory=VideoLoraOptions)
     video_loras: VideoLoras = field(default_factory=dict)
+    keeps_kv_in_host_memory: bool = False
 
     def __post_init__(self) -> None:
         rules.check_rules(rules.PIPELINE_RULES, self._settings, self._rule_view)

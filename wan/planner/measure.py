@@ -125,13 +125,15 @@ class Planner:
         """Returns the page-locked host memory of the first rank for offloading, in bytes."""
         setup, execution = self.setup, self.setup.execution
         if self.device.type == "cpu" or isinstance(execution.offload_model, bool):
-            return 0
+            return self.sum_streamed_kv()
         dit = self.measure_forwards(setup.parallel)[0].size.weights
         encoder = None if execution.t5_cpu else self._get_text_encoder_size(1).weights
         if execution.offload_model == "block":  # networks are streamed one after the other
             blocks = max(dit.all_blocks, encoder.all_blocks if encoder else 0)
-            return blocks + self._sum_streamed_reference()
-        return len(setup.preset.experts) * dit.allocated + (encoder.allocated if encoder else 0)
+            return blocks + self.sum_streamed_kv()
+        encoder_bytes = encoder.allocated if encoder else 0
+        networks = len(setup.preset.experts) * dit.allocated + encoder_bytes
+        return networks + self.sum_streamed_kv()
 
     def count_streamed_blocks(self) -> tuple[int, int, int]:
         """Computes the copies of `offload_model=block` in a step.
@@ -150,13 +152,13 @@ class Planner:
         block_bytes = (
             self.measure_forwards(setup.parallel)[0].size.weights.block if num_streamed else 0
         )
-        copied_bytes = num_streamed * block_bytes + self._sum_streamed_reference()
+        copied_bytes = num_streamed * block_bytes + self.sum_streamed_kv()
         return num_streamed, num_forwards, num_forwards * copied_bytes
 
-    def _sum_streamed_reference(self) -> int:
-        """Sums the keys and values of a reference video of all layers, in the host's memory."""
+    def sum_streamed_kv(self) -> int:
+        """Sums the kept keys and values of all layers, if they are in the host's memory."""
         size = self.measure_forwards(self.setup.parallel)[0].size
-        num_held = memory_estimate.count_reference_layers(self.setup, self.device.type)
+        num_held = memory_estimate.count_kv_layers_on_device(self.setup, self.device.type)
         is_streamed = num_held < self.setup.checkpoint.config["num_layers"]
         return is_streamed * size.per_clip["kept K/V"]
 

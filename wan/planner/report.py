@@ -13,7 +13,7 @@ from wan.checkpoint.formats.tensor_info import E4M3, TensorInfo
 from wan.checkpoint.layout import Checkpoint
 from wan.modules import clip, t5
 from wan.modules.vae import video_vae
-from wan.pipeline.memory_estimate import Usage, query_gpu_memory
+from wan.pipeline.memory_estimate import Usage, place_kept_kv, query_gpu_memory
 from wan.planner import placement
 from wan.planner.measure import Planner
 from wan.planner.placement import list_layouts
@@ -30,6 +30,13 @@ def print_plan_report(run: Run) -> None:
     if planning.link_gbs is not None and planning.nodes is None:
         raise InputError("`link_gbs`", None, "has no effect without `nodes`", "add `nodes`")
     planner = Planner(run.setup, run.params)
+    memory = run.device_memory or planner.device.capabilities.memory
+    if memory is None and planner.device.type == "cuda":
+        memory = min(query_gpu_memory("total"), default=None)
+    if memory is not None:
+        host_memory = system.read_available_memory() if run.device_memory is None else None
+        setup = place_kept_kv(run.setup, run.params, planner.device.type, memory, host_memory)
+        planner = planner if setup is run.setup else Planner(setup, run.params)
     flag_naming = env.make_flag_naming()
     plan_lines = [*map(flag_naming.render, run.notices), *describe_sources(run)]
     plan_lines += describe_plan(planner, run.settings["task"])
@@ -39,9 +46,6 @@ def print_plan_report(run: Run) -> None:
         )
     for line in plan_lines:
         _print_wrapped(escape_controls(line))
-    memory = run.device_memory or planner.device.capabilities.memory
-    if memory is None and planner.device.type == "cuda":
-        memory = min(query_gpu_memory("total"), default=None)
     sys.stdout.flush()
     _print_wrapped(escape_controls(flag_naming.render(check_plan_memory(planner, memory))))
     free = system.read_available_memory() if run.device_memory is None else memory
@@ -103,6 +107,9 @@ def describe_plan(planner: Planner, task: str) -> list[str]:
     host_bytes = planner.compute_host_bytes()
     if host_bytes:
         lines.append(f"Page-locked host memory of a rank: {_format_bytes(host_bytes)}")
+    if setup.keeps_kv_in_host_memory:
+        size = _format_bytes(planner.sum_streamed_kv())
+        lines.append(f"Kept K/V do not fit on the device: {size} copied from the host per forward")
     num_streamed, forwards, total = planner.count_streamed_blocks()
     if num_streamed:
         is_bound = setup.execution.resident_blocks is None and planner.device.type != "cpu"

@@ -38,7 +38,6 @@ from wan.tasks.base import (
     Inputs,
     VideoParams,
     check_clip_settings,
-    check_nonzero_size,
     make_noise_sampler,
 )
 from wan.utils.log import logger
@@ -145,7 +144,7 @@ class Animate2(Animate):
     def compute_video_size(self, params: VideoParams) -> Size:
         """The part of the frames that shows the image, in even sides for the mp4."""
         width, height = fit_into(_round_image_size(params), self.compute_frame_size(params))
-        return check_nonzero_size(
+        return images.check_nonzero_size(
             params.image_size or (width, height), (width // 2 * 2, height // 2 * 2)
         )
 
@@ -156,7 +155,7 @@ class Animate2(Animate):
         ratio, multiple = height / width, params.preset.size_multiple
         sides = math.sqrt(params.area / ratio), math.sqrt(params.area * ratio)
         columns, rows = (int(side) // multiple * multiple for side in sides)
-        return check_nonzero_size(params.image_size, (columns, rows))
+        return images.check_nonzero_size(params.image_size, (columns, rows))
 
     def estimate_host_bytes(self, params: VideoParams) -> dict[str, int]:
         width, height = params.frame_size

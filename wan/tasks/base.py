@@ -58,8 +58,10 @@ class Inputs:
         initial_latents: Latents used instead of noise, float32 [Z,f,h,w].
         callback_on_step_end: Called after each step.
         show_preview: Called on the main rank with each preview.
-        num_clips_done: Clips that an earlier run has generated.
-        clip_state: `Clip.state` of the last of these clips, on every rank.
+        callback_on_block_end: Called with index and latents of each denoised block of frames.
+        num_clips_done: Clips, or blocks of frames, that an earlier run has generated.
+        clip_state: `Clip.state` of the last of these clips, or the latents [Z,f,h,w] of all these
+            blocks, on every rank.
         files: Input files whose content determines the video.
         loras: LoRAs of this video only, by network.
         pads_soundtrack: Whether silence follows a soundtrack that is shorter than the video, which
@@ -73,6 +75,7 @@ class Inputs:
     initial_latents: Tensor | None = None
     callback_on_step_end: StepCallback | None = None
     show_preview: ShowPreview | None = None
+    callback_on_block_end: Callable[[int, Tensor], None] | None = None
     num_clips_done: int = 0
     clip_state: Tensor | None = None
     files: tuple[Path, ...] = ()
@@ -302,6 +305,15 @@ class Task:
         """Returns the frames that a clip adds to the video; the first or last may add fewer."""
         return params.frame_num
 
+    def count_clips(self, params: VideoParams) -> int:
+        """Returns the clips, or blocks of frames, that are stored one by one; else 0."""
+        return params.num_clip or 0
+
+    def make_clip_params(self, params: VideoParams, clip: int) -> VideoParams:
+        """Returns the parameters of a clip of a long i2v video: its prompt, its seed as in SVI."""
+        prompt = params.clip_prompts[clip] if params.clip_prompts else params.prompt
+        return replace(params, prompt=prompt, base_seed=(params.base_seed + 42 * clip) % 2**63)
+
     def make_forward_params(self, params: VideoParams) -> VideoParams:
         """Returns the parameters of the frames that a forward pass computes."""
         return params
@@ -423,9 +435,8 @@ class VideoParams(VideoSettings):
         return self.task.count_clip_frames(self, clip)
 
     def make_clip_params(self, clip: int) -> VideoParams:
-        """Returns the parameters of a clip of a long i2v video: its prompt, its seed as in SVI."""
-        prompt = self.clip_prompts[clip] if self.clip_prompts else self.prompt
-        return replace(self, prompt=prompt, base_seed=(self.base_seed + 42 * clip) % 2**63)
+        """Returns the parameters of a clip, or of a block of frames."""
+        return self.task.make_clip_params(self, clip)
 
     def count_clip_tokens(self, clip: int) -> int:
         """Returns the number of tokens in self-attention: video tokens and extra tokens."""
@@ -536,17 +547,6 @@ def make_video_params(
     if preset.boundary is None or chosen["boundary"] is None:
         chosen["boundary"] = preset.boundary
     return VideoParams(**chosen | {"preset": preset, "image_size": image_size})
-
-
-def check_nonzero_size(image: Size, size: Size) -> Size:
-    """Returns the size of a video; refuses an image so narrow that a side would vanish."""
-    if not all(size):
-        raise InputError(
-            f"The image is {image[0]}x{image[1]}, and at the chosen `size` one side of the video "
-            "would vanish",
-            remedy="crop the image, or choose a larger `size`",
-        )
-    return size
 
 
 def check_clip_settings(preset: Preset, values: Values) -> None:

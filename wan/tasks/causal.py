@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from wan.media import images
 from wan.settings.errors import InputError
-from wan.settings.presets import Preset
+from wan.settings.presets import MAX_POSITIONS, Preset
 from wan.settings.rules import Values
 from wan.tasks.base import DenoiseInputs, Encoders, Inputs, VideoParams
 from wan.tasks.textimage2video import TextImageToVideo
@@ -45,10 +45,14 @@ class CausalInputs(DenoiseInputs):
     """The inputs of the loop over blocks.
 
     Attributes:
-        contexts: Text embeddings of the prompts of equal parts of the blocks, [length, text_dim].
+        contexts: Text embeddings of the prompt of each block, [length, text_dim].
+        finished_latents: Latents of the blocks that an earlier run has generated, [Z,f,h,w].
+        callback_on_block_end: As in `Inputs`.
     """
 
     contexts: list[Tensor]
+    finished_latents: Tensor | None = None
+    callback_on_block_end: Callable[[int, Tensor], None] | None = None
 
 
 class CausalVideo(TextImageToVideo):
@@ -72,6 +76,13 @@ class CausalVideo(TextImageToVideo):
                 raise InputError("`clip_prompts`", None, why, "give fewer, or a larger `frame_num`")
             chosen["prompt"] = prompts[0]
 
+    def count_clips(self, params: VideoParams) -> int:
+        return params.latent_shape[1] // (params.num_frame_per_block or 1)
+
+    def make_clip_params(self, params: VideoParams, clip: int) -> VideoParams:
+        prompts = params.clip_prompts or (params.prompt,)
+        return replace(params, prompt=prompts[clip * len(prompts) // self.count_clips(params)])
+
     def make_forward_params(self, params: VideoParams) -> VideoParams:
         stride, size = params.preset.vae_stride[0], params.num_frame_per_block or 1
         return replace(params, frame_num=(size - 1) * stride + 1, clip_prompts=None)
@@ -82,7 +93,7 @@ class CausalVideo(TextImageToVideo):
 
     def list_notices(self, params: VideoParams) -> tuple[str, ...]:
         size, steps = params.num_frame_per_block or 1, params.num_forwards
-        num_blocks, stride = params.latent_shape[1] // size, params.preset.vae_stride[0]
+        num_blocks, stride = self.count_clips(params), params.preset.vae_stride[0]
         return (
             f"Causal: {num_blocks} block(s) of {size} latent frames, {steps + 1} forward passes "
             f"each; the first {(size - 1) * stride + 1} of {params.frame_num} frames need "
@@ -99,7 +110,12 @@ class CausalVideo(TextImageToVideo):
                 contexts[prompt], _ = encoders.encode_prompt(replace(params, prompt=prompt))
         return CausalInputs(
             **vars(super().make_denoise_inputs(params, base, inputs, encoders)),
-            contexts=[contexts[prompt] for prompt in params.clip_prompts or (params.prompt,)],
+            contexts=[
+                contexts[params.make_clip_params(block).prompt]
+                for block in range(self.count_clips(params))
+            ],
+            finished_latents=inputs.clip_state,
+            callback_on_block_end=inputs.callback_on_block_end,
         )
 
     def make_model_kwargs(
@@ -129,7 +145,8 @@ def _check_block_settings(preset: Preset, chosen: Mapping[str, Any]) -> None:
     size, stride = chosen["num_frame_per_block"], preset.vae_stride[0]
     latents = _count_latents(preset, chosen)
     if latents % size:
-        lengths = [(n * size - 1) * stride + 1 for n in (latents // size, latents // size + 1) if n]
+        counts = [n * size for n in (latents // size, latents // size + 1)]
+        lengths = [(n - 1) * stride + 1 for n in counts if 0 < n <= MAX_POSITIONS]
         why = f"makes {latents} latent frames, which are no blocks of {size}"
         remedy = f"use {' or '.join(map(str, lengths))}"
         raise InputError("`frame_num`", chosen["frame_num"], why, remedy)

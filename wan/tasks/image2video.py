@@ -26,7 +26,6 @@ from wan.tasks.base import (
     Inputs,
     Task,
     VideoParams,
-    check_nonzero_size,
     make_noise_sampler,
 )
 
@@ -189,7 +188,7 @@ def compute_i2v_size(preset: Preset, image: Size, area: int) -> Size:
     stride, patch = preset.vae_stride[1], preset.patch_size[1]
     sides = (math.sqrt(area / ratio), math.sqrt(area * ratio))
     width, height = (int(side // stride // patch * patch) * stride for side in sides)
-    return check_nonzero_size(image, (width, height))
+    return images.check_nonzero_size(image, (width, height))
 
 
 def make_image_condition(

@@ -38,7 +38,6 @@ from wan.tasks.base import (
     Task,
     VideoParams,
     check_clip_settings,
-    check_nonzero_size,
     make_noise_sampler,
 )
 from wan.utils.log import logger
@@ -320,14 +319,14 @@ def compute_s2v_size(image: Size, area: int) -> Size:
         scale = first_scale + (last_scale - first_scale) * step / 99
         candidate = tuple(-(-int(side * scale) // 64) * 64 for side in image)
         if candidate[0] * candidate[1] <= area:
-            return check_nonzero_size(image, (candidate[0], candidate[1]))
+            return images.check_nonzero_size(image, (candidate[0], candidate[1]))
     ratio = height / width
     rows, columns = math.sqrt(area * ratio), math.sqrt(area / ratio)
     across, down = (
         int(min(side, image_side) // 64 * 64)
         for side, image_side in ((columns, width), (rows, height))
     )
-    return check_nonzero_size(image, (across, down))
+    return images.check_nonzero_size(image, (across, down))
 
 
 def fit_image_to_size(image: Image.Image, size: Size) -> Image.Image:

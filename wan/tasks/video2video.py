@@ -28,7 +28,6 @@ from wan.tasks.base import (
     Inputs,
     Task,
     VideoParams,
-    check_nonzero_size,
 )
 from wan.utils.log import logger
 
@@ -166,7 +165,7 @@ def compute_source_size(preset: Preset, source: Size, area: int) -> Size:
     if source[0] * source[1] > area:
         return compute_ti2v_size(preset, source, area)
     multiple = preset.size_multiple
-    return check_nonzero_size(
+    return images.check_nonzero_size(
         source, (source[0] // multiple * multiple, source[1] // multiple * multiple)
     )
 
@@ -174,7 +173,7 @@ def compute_source_size(preset: Preset, source: Size, area: int) -> Size:
 def compute_ti2v_size(preset: Preset, image: Size, area: int) -> Size:
     """Computes the size of a ti2v video, which the image is scaled to cover and cropped to."""
     multiple = preset.size_multiple
-    return check_nonzero_size(image, best_output_size(*image, multiple, multiple, area))
+    return images.check_nonzero_size(image, best_output_size(*image, multiple, multiple, area))
 
 
 def best_output_size(w: int, h: int, dw: int, dh: int, expected_area: int) -> Size:

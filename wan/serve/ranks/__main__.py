@@ -175,8 +175,8 @@ class SharedCancellationPoint:
     def check(self, num_steps_done: int, num_steps: int) -> None:
         """Ends a cancelled video on all ranks; otherwise sends the progress to the front."""
         self.raise_if_cancelled()
-        if num_steps_done not in (0, self._last):  # a paused video repeats a step number
-            self._num_steps_done += 1
+        # A paused video repeats a step number, and a resumed one begins with a later one.
+        self._num_steps_done += max(num_steps_done - self._last, 0)
         self._last = num_steps_done
         self._link.send(
             "step",
