@@ -15,7 +15,7 @@ import pytest
 
 from tests.frames import read_frames
 from tests.serve.browser import Browser
-from tests.serve.jobs import Jobs, wait_for_text
+from tests.serve.jobs import Jobs, wait_for_text, wait_until
 from tests.serve.serving import ServiceProcess
 from wan.serve.queue.service import Limits
 
@@ -158,17 +158,34 @@ async def test_requests_that_are_refused(tmp_path: Path) -> None:
         assert status == expected and text in answer["error"]["message"], path
     path = f"/v1/videos/{plain}/content?stream=true"
     assert (await jobs.request(path))[0] == 401
-    client = Follower(jobs, streamed, **key)
-    await asyncio.sleep(0.1)
     path = f"/v1/videos/{streamed}/content?stream=true"
-    status, _, answer = await jobs.request(path, **key)
-    assert (status, answer["error"]["code"]) == (503, "busy")
+    client, other = [Follower(jobs, streamed, **key) for _ in range(2)]  # at the same moment
+    for status, _, answer in (await other.task, await jobs.request(path, **key)):
+        assert (status, answer["error"]["code"]) == (503, "busy")
+    assert (await jobs.request(path, method="HEAD", **key))[0] == 503
     client.disconnected.set()
     await client.task
-    next_client = Follower(jobs, streamed, **key)
-    await asyncio.sleep(0.1)
-    assert not next_client.messages  # it waits
-    next_client.disconnected.set()
+    stream = jobs.folder / "jobs" / streamed / "video.stream.mp4"
+    for _ in range(2):  # a client that waits, and one that reads, leave their places to others
+        waiting = Follower(jobs, streamed, **key)
+        await asyncio.sleep(0.1)
+        assert not waiting.messages
+        stream.write_bytes(b"begun")
+        await waiting.wait_for(b"begun")
+        waiting.disconnected.set()
+        await waiting.task
+        await wait_until(lambda: stream not in list_open_files())
+        stream.unlink()
+        last = Follower(jobs, streamed, **key)
+        await asyncio.sleep(0.1)
+        last.disconnected.set()
+        await last.task
+
+
+def list_open_files() -> set[Path]:
+    """Returns the files that this process has open, on Linux."""
+    links = [*Path("/proc/self/fd").iterdir()]
+    return {link.readlink() for link in links if link.is_symlink()}
 
 
 def decode_prefix(content: bytes, folder: Path) -> np.ndarray:
