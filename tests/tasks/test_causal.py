@@ -54,6 +54,7 @@ def test_students_are_read_from_their_dictionaries(
     """The averaged weights are taken before those of the last step.
 
     In other files nothing tells a student from a model of whole videos: a line in the log says so.
+    The config.json of a checkpoint that is written here does.
     """
     caplog.set_level(logging.INFO, "wan")
     weights = load_tensors(folder / "diffusion_pytorch_model.safetensors")
@@ -80,6 +81,8 @@ def test_students_are_read_from_their_dictionaries(
     files_of_any_task = NetworkFiles(dit=tmp_path / "ema.pt")
     assert inspect_checkpoint(folder, files_of_any_task).kind == "causal"
     assert inspect_checkpoint(folder, presets=CAUSAL).kind == "causal"
+    assert inspect_checkpoint(folder).kind == "causal"
+    assert caplog.text.count("does not say") == 1
 
 
 def test_a_lora_of_peft_is_merged(folder: Path, tmp_path: Path) -> None:
