@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from wan.metering.meter import PowerMeasurement, VideoMeter
     from wan.modules.vae.video_vae import LatentBlocks, Sink
     from wan.pipeline.pipeline import Pipeline
-    from wan.tasks.base import Inputs
+    from wan.tasks.base import Clip, Inputs
 
 
 class VideoJob:
@@ -201,14 +201,19 @@ class VideoJob:
             logger.error(text, self.latents_file)
 
     def _denoise(self) -> Tensor:
-        run = self.run
+        with self._saving_latents_of_errors():
+            latents = self._pipeline.generate_latents(self.run.params, self.make_inputs())
+        self.save_denoised_latents(latents)
+        return latents
+
+    @contextmanager
+    def _saving_latents_of_errors(self) -> Iterator[None]:
+        """Writes latents that contain NaN or infinity to disk on the main rank."""
         try:
-            latents = self._pipeline.generate_latents(run.params, self.make_inputs())
+            yield
         except NotFiniteError as error:
             self.save_denoised_latents(error.latents)
             raise
-        self.save_denoised_latents(latents)
-        return latents
 
     @contextmanager
     def _record_trace(self) -> Iterator[None]:
@@ -282,38 +287,18 @@ class VideoJob:
 
         run, files = self.run, ClipFiles(self.run)
         params, num_clips = run.params, run.params.num_clip or 0
-        num_done = files.count_finished() if self._is_main else 0
-        clip_state = files.read_last_state(num_done) if self._is_main else None
-        if self._groups is not None:
-            num_done, clip_state = self._groups.broadcast_object_from_rank0((num_done, clip_state))
-        if num_done:
-            logger.info("%d of %d clips are in %s.", num_done, num_clips, files.folder)
-        if self._stream is not None:
-            self._stream.begin((params.num_frames, *params.video_size[::-1]))
-            for frame in files.iter_frames(num_done):
-                self._stream.write_rgb_frame(frame)
+        num_done, clip_state = self._find_stored_clips(files)
         inputs = replace(self.make_inputs(), num_clips_done=num_done, clip_state=clip_state)
         clip_iterator = clips.generate_clips(self._pipeline, params, inputs)
         for index in range(num_done, num_clips):
-            with self._record_trace() if index == num_done else nullcontext():
-                try:
-                    clip = next(clip_iterator)
-                except BaseException as error:
-                    if isinstance(error, NotFiniteError):
-                        self.save_denoised_latents(error.latents)
-                    if self._is_main and index:
-                        logger.error(
-                            "%d of %d clips are kept in %s; the same command with --save_file %s "
-                            "--base_seed %d continues after them.",
-                            *(index, num_clips, files.folder),
-                            *(run.output.save_file, params.base_seed),
-                        )
-                    raise
+            with (
+                self._record_trace() if index == num_done else nullcontext(),
+                self._naming_stored_clips(files, index),
+                self._saving_latents_of_errors(),
+            ):
+                clip = next(clip_iterator)
             if self._is_main:
-                with self._writing():
-                    if self._stream is not None and clip.frames is not None:
-                        self._stream.write_frames(clip.frames)
-                    files.write_clip(index, clip)
+                self._write_clip(files, index, clip)
             del clip  # before the next one is made
         self._release_other_ranks(meter)
         if not self._is_main:
@@ -326,6 +311,48 @@ class VideoJob:
         width, height = params.video_size
         power = None if meter is None else meter.stop()
         self._finish_run((params.num_frames, height, width), power)
+
+    def _find_stored_clips(self, files: ClipFiles) -> tuple[int, Tensor | None]:
+        """Returns the number of stored clips and the state of the last one; streams their frames.
+
+        All ranks call it.
+        """
+        run, num_done, clip_state = self.run, 0, None
+        if self._is_main:
+            num_done = files.count_finished()
+            clip_state = files.read_last_state(num_done)
+        if self._groups is not None:
+            num_done, clip_state = self._groups.broadcast_object_from_rank0((num_done, clip_state))
+        if num_done:
+            text = "%d of %d clips are in %s."
+            logger.info(text, num_done, run.params.num_clip, files.folder)
+        if self._stream is not None:
+            self._stream.begin((run.params.num_frames, *run.params.video_size[::-1]))
+            for frame in files.iter_frames(num_done):
+                self._stream.write_rgb_frame(frame)
+        return num_done, clip_state
+
+    def _write_clip(self, files: ClipFiles, index: int, clip: Clip) -> None:
+        """Stores a clip on the main rank, and streams its frames."""
+        with self._writing():
+            if self._stream is not None and clip.frames is not None:
+                self._stream.write_frames(clip.frames)
+            files.write_clip(index, clip)
+
+    @contextmanager
+    def _naming_stored_clips(self, files: ClipFiles, num_clips: int) -> Iterator[None]:
+        """Logs at an error how a later run continues after the stored clips."""
+        try:
+            yield
+        except BaseException:
+            if self._is_main and num_clips:
+                logger.error(
+                    "%d of %d clips are kept in %s; the same command with --save_file %s "
+                    "--base_seed %d continues after them.",
+                    *(num_clips, self.run.params.num_clip, files.folder),
+                    *(self.run.output.save_file, self.run.params.base_seed),
+                )
+            raise
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
