@@ -197,6 +197,7 @@ def test_refusals(tiny: Make, folder: Path, tmp_path: Path) -> None:
         "partial block": ["--frame_num", 17],
         "partial block, shorter than one": ["--frame_num", 5],
         "end of the positions": ["--frame_num", 4101],
+        "partial block at the end of the positions": ["--frame_num", 4093],
         "window of less than a block": ["--local_attn_size", 2],
         "window without room beside the sink": ["--local_attn_size", 6, "--sink_size", 4],
         "sink below zero": ["--sink_size", -1],
@@ -237,6 +238,7 @@ def test_refusals(tiny: Make, folder: Path, tmp_path: Path) -> None:
         video = ["--frame_num", 237, "--local_attn_size", 60, "--precision", "bf16"]
         run = resolve_plan("--task", "causal-1.3B", "--device", "cpu", *video)
         sentences["too little memory"] = get_refusal(check_memory, run.setup, run.params, 1)
+    assert sentences["partial block at the end of the positions"].endswith("use 4089.")
     check_refusals("causal tasks", sentences)
 
 

@@ -18,6 +18,7 @@ from wan.media import images
 from wan.settings.errors import InputError
 from wan.settings.presets import Preset
 from wan.settings.rules import Values
+from wan.settings.values import MAX_FRAMES
 from wan.tasks.base import DenoiseInputs, Encoders, Inputs, VideoParams
 from wan.tasks.textimage2video import TextImageToVideo
 
@@ -130,6 +131,7 @@ def _check_block_settings(preset: Preset, chosen: Mapping[str, Any]) -> None:
     latents = _count_latents(preset, chosen)
     if latents % size:
         lengths = [(n * size - 1) * stride + 1 for n in (latents // size, latents // size + 1) if n]
+        lengths = [length for length in lengths if length <= MAX_FRAMES]
         why = f"makes {latents} latent frames, which are no blocks of {size}"
         remedy = f"use {' or '.join(map(str, lengths))}"
         raise InputError("`frame_num`", chosen["frame_num"], why, remedy)
