@@ -292,6 +292,7 @@ class Routes:
         stream = self._events.open_stream(request.path_params["id"], number)
         if stream is None:  # so that browsers do not connect again
             return Response(status_code=204)
+        await anext(stream)  # takes a place among the listeners, or refuses
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
     async def _send_file(
