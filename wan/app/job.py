@@ -102,7 +102,7 @@ class VideoJob:
             elif run.params.has_clips:
                 self._generate_clips(video_meter)
                 return
-            elif run.output.stream and run.params.task.makes_blocks:
+            elif run.output.stream and run.params.num_frame_per_block is not None:
                 blocks = self._pipeline.generate_blocks(run.params, self.make_inputs())
                 with self._record_trace():
                     self._write_video(blocks, video_meter)

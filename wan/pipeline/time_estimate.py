@@ -32,10 +32,8 @@ def count_denoising_operations(setup: Setup, params: VideoParams) -> float:
 def count_forward_passes(params: VideoParams) -> int:
     """Returns the forward passes of all clips or blocks of a video; a block has a clean one."""
     branches = 2 if params.uses_guidance else 1
-    if params.task.makes_blocks:
-        num_blocks = params.latent_shape[1] // (params.num_frame_per_block or 1)
-        return (len(params.step_range) + 1) * num_blocks - 1
-    return len(params.step_range) * branches * (params.num_clip or 1)
+    num_steps = len(params.step_range) * branches * (params.num_clip or 1)
+    return num_steps * params.num_blocks + params.num_blocks - 1
 
 
 def measure_operations_per_second(dtype: torch.dtype) -> float:

@@ -219,9 +219,7 @@ class Task:
         network: "module:class" of the DiT.
         loop: "module:class" of the denoising loop.
         runs_in_lockstep: Both guidance branches may run in lockstep; see `wan.modules.lockstep`.
-        makes_blocks: The loop is a `BlockLoop`, whose blocks of latents can be decoded one by one.
-        diffusers_classes: The classes of the pipeline and of the DiT in diffusers; None: it has
-            none.
+        diffusers_classes: Classes of the pipeline and of the DiT in diffusers; None: it has none.
         joins_clips: Whether the clips are encoded to mp4 files one by one, which are joined.
             Otherwise all frames are encoded to one file.
         upload_names: Field of a service's request -> file of the folder `src_root_path`.
@@ -235,7 +233,6 @@ class Task:
     network: ClassVar[str] = "wan.modules.model:WanModel"
     loop: ClassVar[str] = "wan.pipeline.denoise:DenoisingLoop"
     runs_in_lockstep: ClassVar[bool] = True
-    makes_blocks: ClassVar[bool] = False
     diffusers_classes: ClassVar[tuple[str, str] | None] = ("WanPipeline", "WanTransformer3DModel")
     joins_clips: ClassVar[bool] = False
     upload_names: ClassVar[Mapping[str, str]] = {}
@@ -427,6 +424,11 @@ class VideoParams(VideoSettings):
         prompt = self.clip_prompts[clip] if self.clip_prompts else self.prompt
         return replace(self, prompt=prompt, base_seed=(self.base_seed + 42 * clip) % 2**63)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a causal video, each of which takes all steps; 1 for other tasks."""
+        return self.latent_shape[1] // (self.num_frame_per_block or self.latent_shape[1])
+
     def count_clip_tokens(self, clip: int) -> int:
         """Returns the number of tokens in self-attention: video tokens and extra tokens."""
         num_video_tokens = math.prod(self.task.make_forward_params(self).grid)
@@ -541,11 +543,9 @@ def make_video_params(
 def check_nonzero_size(image: Size, size: Size) -> Size:
     """Returns the size of a video; refuses an image so narrow that a side would vanish."""
     if not all(size):
-        raise InputError(
-            f"The image is {image[0]}x{image[1]}, and at the chosen `size` one side of the video "
-            "would vanish",
-            remedy="crop the image, or choose a larger `size`",
-        )
+        why = "at the chosen `size` one side of the video would vanish"
+        remedy = "crop the image, or choose a larger `size`"
+        raise InputError(f"The image is {image[0]}x{image[1]}, and", None, why, remedy)
     return size
 
 

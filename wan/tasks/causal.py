@@ -57,7 +57,6 @@ class CausalVideo(TextImageToVideo):
     network = "wan.modules.causal:WanCausalModel"
     loop = "wan.pipeline.block_loop:BlockLoop"
     runs_in_lockstep = False
-    makes_blocks = True
     diffusers_classes = None
 
     def read_inputs(self, preset: Preset, values: Values) -> Inputs:
@@ -83,7 +82,7 @@ class CausalVideo(TextImageToVideo):
 
     def list_notices(self, params: VideoParams) -> tuple[str, ...]:
         size, steps = params.num_frame_per_block or 1, params.num_forwards
-        num_blocks, stride = params.latent_shape[1] // size, params.preset.vae_stride[0]
+        num_blocks, stride = params.num_blocks, params.preset.vae_stride[0]
         return (
             f"Causal: {num_blocks} block(s) of {size} latent frames, {steps + 1} forward passes "
             f"each; the first {(size - 1) * stride + 1} of {params.frame_num} frames need "

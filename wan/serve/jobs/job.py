@@ -150,9 +150,8 @@ class ServiceJob:
         if params.has_clips:
             self.frames = sum(map(params.count_clip_frames, range(clips)))
         self.fps, (self.width, self.height) = float(run.output.fps), params.video_size
-        num_steps, num_latent_frames = len(params.step_range), params.latent_shape[1]
-        num_blocks = num_latent_frames // (params.num_frame_per_block or num_latent_frames)
-        self.total = num_steps * clips * num_blocks * self.num_outputs
+        num_steps = len(params.step_range)
+        self.total = num_steps * clips * params.num_blocks * self.num_outputs
         low, high = params.sample_guide_scale
         has_two = params.boundary is not None
         self.guidance = {"high_noise": high, "low_noise": low} if has_two else {"dit": low}

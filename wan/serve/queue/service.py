@@ -202,7 +202,7 @@ class Service:
     def _copy_request(self, job: ServiceJob, prompt: str, webhook_url: str | None) -> ParsedRequest:
         """Returns the request of a job with another prompt, of as many clips, and webhook."""
         settings = {name: x for name, x in job.settings.items() if name != "clip_prompts"}
-        if "clip_prompts" in job.settings and not self.startup_run.params.task.makes_blocks:
+        if "clip_prompts" in job.settings and self.startup_run.params.num_frame_per_block is None:
             settings["num_clip"] = len(job.settings["clip_prompts"])
         settings["prompt"] = prompt
         files = self.files.read_uploads(job)
