@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.jobs import Jobs, wait_for_text
+from tests.serve.jobs import Jobs, wait_for_text, wait_until
 from wan.serve.events import sse
 from wan.serve.events.video_object import make_video_object
 
@@ -163,6 +163,23 @@ async def test_listeners_are_limited_and_leave(
     await first.disconnect_after("stage")
     for listener in (Listener(jobs, name), second):
         await listener.disconnect_after("stage")
+    app = jobs.app
+
+    async def send_later(scope: Any, receive: Any, send: Any) -> None:
+        async def wait_and_send(message: Any) -> None:
+            await asyncio.sleep(0)
+            await send(message)
+
+        await app(scope, receive, wait_and_send)
+
+    jobs.app = send_later
+    listeners = [Listener(jobs, name) for _ in range(3)]  # at the same moment
+    await wait_until(lambda: all(listener.messages for listener in listeners))
+    statuses = [listener.messages[0]["status"] for listener in listeners]
+    assert sorted(statuses) == [200, 200, 503]
+    for listener in listeners:
+        listener.disconnected.set()
+        await listener.task
 
 
 async def test_a_log_is_bounded(jobs: Jobs) -> None:

@@ -337,6 +337,19 @@ def test_folders_without_a_job(tmp_path: Path) -> None:
 # Prompts and guidance.
 
 
+async def test_a_causal_video_has_the_steps_and_seconds_of_whole_blocks(tmp_path: Path) -> None:
+    """A remix has the settings of the video, and one prompt in place of those of its blocks."""
+    jobs = Jobs(tmp_path / "jobs", flags=["--task", "causal-1.3B", "--frame_num", "33"])
+    name = await jobs.create({"n": 2, "prompt": ["a star", "a moon"], "num_inference_steps": 4})
+    assert (await jobs.get_video(name))["steps"] == [0, 2 * 3 * 4]
+    for seconds, size, frames in ((4, None, 69), (0.1, None, 9), (4, 1, 65), (5, 3, 81)):
+        video = await jobs.create({"seconds": seconds, "num_frame_per_block": size})
+        assert (await jobs.get_video(video))["num_frames"] == frames, seconds
+    remix = await jobs.remix(name)
+    expected = (await jobs.get_video(name))["request"] | {"prompt": "a blue star"}
+    assert remix["request"] == {n: x for n, x in expected.items() if n != "clip_prompts"}
+
+
 async def test_a_prompt_is_required(jobs: Jobs) -> None:
     bodies: list[Any] = [b"", {}, {"seed": 3}]
     bodies += [{"prompt": x} for x in ("", " \n\u200b", None, [], ["a", ""])]

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import uvicorn
 
+from tests.dist import free_port
 from tests.pipelines import read_values
-from tests.refusals import check_refusals
+from tests.refusals import check_refusals, get_refusal
 from wan.serve import __main__ as command
 from wan.serve.jobs.folders import lock_journal
+from wan.serve.ranks.__main__ import FrontLink, read_front_file
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS
 
@@ -191,6 +193,16 @@ def test_locks_that_are_no_file(folder: Path, capsys: Capsys) -> None:
 
 
 TEXTS = "1 4 1000 0.5 true auto none a 64*32 1.5,2 1000,500 a,b=0.7 first_block list:0-3"
+
+
+def test_ranks_without_a_service(folder: Path) -> None:
+    """Of a file that is missing or no address, and of an address at which nothing listens."""
+    front, port = folder / "front.json", free_port()
+    sentences = {"missing": get_refusal(read_front_file, front)}
+    front.write_text("[]")
+    sentences["no address"] = get_refusal(read_front_file, front)
+    sentences["closed"] = get_refusal(FrontLink, {"host": "127.0.0.1", "port": port}, 0, 0)
+    check_refusals("serve: ranks", sentences, [rf"(?<=:){port}", r"(?<=\()[^()]+(?=\);)"])
 
 
 def list_values(name: str) -> list[Any]:

@@ -85,6 +85,32 @@ def make_jobs(tmp_path: Path, url: str, **limits: Any) -> Jobs:
     return Jobs(tmp_path / "jobs", Limits(**limits), store=Store(url))
 
 
+async def test_an_archive_of_videos_that_move_to_the_store(tmp_path: Path, url: str) -> None:
+    """They are on the disk when the first bytes are sent, and in the store before the last ones."""
+    jobs, moved, messages = make_jobs(tmp_path, url), asyncio.Event(), list[Any]()
+    name, app = await jobs.create({"n": 2}), jobs.app
+
+    async def serve_slowly(scope: Any, receive: Any, send: Any) -> None:
+        async def send_slowly(message: Any) -> None:
+            await send(message)
+            if message.get("body"):
+                await moved.wait()
+
+        await app(scope, receive, send_slowly)
+
+    for index in range(2):
+        jobs.complete(f"{name}.{index}")
+    jobs.app = serve_slowly
+    request = jobs.request(f"/v1/videos/{name}/archive", messages=messages)
+    task = asyncio.create_task(request)
+    await wait_until(lambda: len(messages) > 1)
+    async with storing(jobs, url):
+        await wait_until_stored(jobs)
+        moved.set()
+        archive = read_zip((await task)[2])
+    assert [archive[f"{name}{end}.mp4"] for end in ("", "-1")] == [VIDEO, VIDEO]
+
+
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
 async def test_several_videos_of_a_job_and_a_lost_journal(tmp_path: Path, url: str) -> None:
     """Without the journal they are found by the local records."""

@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import pytest
 
 from tests.frames import read_frames
 from tests.serve.browser import Browser
-from tests.serve.jobs import Jobs, wait_for_text
-from tests.serve.serving import ServiceProcess
+from tests.serve.jobs import Jobs, wait_for_text, wait_until
+from tests.serve.serving import PROMPT, ServiceProcess, generate_frames
 from wan.serve.queue.service import Limits
 
 GATE = '''
@@ -37,8 +37,11 @@ def forward(self, z, state):
 
 Decoder.forward = forward
 '''
-FIELDS = {"size": "64x64", "num_inference_steps": 1, "num_frames": 29, "stream": True}
-"""Eight latent frames, which are decoded in three blocks."""
+FIELDS = {
+    "t2v": {"size": "64x64", "num_inference_steps": 1, "num_frames": 29, "stream": True},
+    "causal": {"size": "64x64", "num_inference_steps": 2, "num_frames": 33, "stream": True},
+}
+"""Eight or nine latent frames, which are decoded, or generated and decoded, in three blocks."""
 
 
 class Follower:
@@ -158,17 +161,34 @@ async def test_requests_that_are_refused(tmp_path: Path) -> None:
         assert status == expected and text in answer["error"]["message"], path
     path = f"/v1/videos/{plain}/content?stream=true"
     assert (await jobs.request(path))[0] == 401
-    client = Follower(jobs, streamed, **key)
-    await asyncio.sleep(0.1)
     path = f"/v1/videos/{streamed}/content?stream=true"
-    status, _, answer = await jobs.request(path, **key)
-    assert (status, answer["error"]["code"]) == (503, "busy")
+    client, other = [Follower(jobs, streamed, **key) for _ in range(2)]  # at the same moment
+    for status, _, answer in (await other.task, await jobs.request(path, **key)):
+        assert (status, answer["error"]["code"]) == (503, "busy")
+    assert (await jobs.request(path, method="HEAD", **key))[0] == 503
     client.disconnected.set()
     await client.task
-    next_client = Follower(jobs, streamed, **key)
-    await asyncio.sleep(0.1)
-    assert not next_client.messages  # it waits
-    next_client.disconnected.set()
+    stream = jobs.folder / "jobs" / streamed / "video.stream.mp4"
+    for _ in range(2):  # a client that waits, and one that reads, leave their places to others
+        waiting = Follower(jobs, streamed, **key)
+        await asyncio.sleep(0.1)
+        assert not waiting.messages
+        stream.write_bytes(b"begun")
+        await waiting.wait_for(b"begun")
+        waiting.disconnected.set()
+        await waiting.task
+        await wait_until(lambda: stream not in list_open_files())
+        stream.unlink()
+        last = Follower(jobs, streamed, **key)
+        await asyncio.sleep(0.1)
+        last.disconnected.set()
+        await last.task
+
+
+def list_open_files() -> set[Path]:
+    """Returns the files that this process has open, on Linux."""
+    links = [*Path("/proc/self/fd").iterdir()]
+    return {link.readlink() for link in links if link.is_symlink()}
 
 
 def decode_prefix(content: bytes, folder: Path) -> np.ndarray:
@@ -179,14 +199,19 @@ def decode_prefix(content: bytes, folder: Path) -> np.ndarray:
 
 
 class GatedService(ServiceProcess):
-    """A service of two ranks that decodes three latent frames, then waits for `open_gate`."""
+    """A service of two ranks that decodes three latent frames, then waits for `open_gate`.
 
-    def __init__(self, folder: Path) -> None:
+    Attributes:
+        flags: Flags of generate.py.
+        fields: Those of a request.
+    """
+
+    def __init__(self, folder: Path, flags: Sequence[object], fields: Mapping[str, Any]) -> None:
         folder.mkdir()
-        self.modules = folder / "modules"
+        self.flags, self.fields, self.modules = flags, fields, folder / "modules"
         self.modules.mkdir()
         (self.modules / "sitecustomize.py").write_text(GATE)
-        super().__init__(folder / "jobs", 2, path=self.modules, is_forked=True)
+        super().__init__(folder / "jobs", 2, flags=flags, path=self.modules, is_forked=True)
 
     def open_gate(self) -> None:
         (self.modules / "open").touch()
@@ -200,9 +225,15 @@ class GatedService(ServiceProcess):
         return int(path.read_text() or 0) if path.exists() else 0
 
 
-@pytest.fixture(scope="module")
-def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatedService]:
-    with GatedService(tmp_path_factory.mktemp("gated") / "service") as service:
+@pytest.fixture(scope="module", params=FIELDS)
+def gated(
+    request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path_factory: Any
+) -> Iterator[GatedService]:
+    flags: list[object] = []
+    if request.param == "causal":
+        flags = ["--task", "causal-1.3B", "--ckpt_dir", tiny("causal-1.3B")]
+    folder = tmp_path_factory.mktemp("gated") / "service"
+    with GatedService(folder, flags, FIELDS[request.param]) as service:
         yield service
 
 
@@ -232,24 +263,34 @@ class HttpFollower(threading.Thread):
 def test_frames_come_while_the_rest_is_decoded(gated: GatedService, tmp_path: Path) -> None:
     """The nine frames of the first block, but for the newest one; then all of the video's.
 
-    A second video is deleted while its second block is decoded: its third one never is.
+    The rest of a causal video is not generated before. A second video is deleted while its second
+    block is decoded: its third one never is.
     """
-    video = gated.create(**FIELDS)
+    video, num_frames = gated.create(**gated.fields, seed=7), gated.fields["num_frames"]
     follower = HttpFollower(gated, video)
     gated.wait(lambda: len(decode_prefix(follower.content, tmp_path)) >= 8, 120)
-    assert gated.status(video) == "in_progress" and gated.count_latent_frames() == 4
-    assert len(decode_prefix(follower.content, tmp_path)) == 8
+    gated.wait(lambda: gated.count_latent_frames() == 4, 60)
+    assert gated.status(video) == "in_progress"
+    first = decode_prefix(follower.content, tmp_path)
+    assert len(first) == 8
+    steps = gated.request(f"/v1/videos/{video}")[2]["steps"]
+    assert steps == ([3, 6] if gated.flags else [1, 1])  # the fourth one is done, too
     gated.open_gate()
     gated.wait_for_video(video, 120)
     follower.join(60)
     assert (follower.status, follower.error) == (200, "")
     (tmp_path / "v.mp4").write_bytes(gated.request(f"/v1/videos/{video}/content?stream=true")[2])
-    frames, expected = read_frames(tmp_path / "v.mp4"), decode_prefix(follower.content, tmp_path)
-    assert frames.shape == expected.shape == (29, 64, 64, 3)
-    assert np.abs(frames.astype(int) - expected).mean() < 4
+    frames, streamed = read_frames(tmp_path / "v.mp4"), decode_prefix(follower.content, tmp_path)
+    assert frames.shape == streamed.shape == (num_frames, 64, 64, 3)
+    assert np.array_equal(first, streamed[:8])
+    assert np.abs(frames.astype(int) - streamed).mean() < 8  # encoded twice
+    argv = ["--prompt", PROMPT, "--size", "64*64", "--frame_num", num_frames, "--base_seed", 7]
+    argv += [*gated.flags, "--ulysses_size", 2, "--sample_steps"]
+    argv += [gated.fields["num_inference_steps"]]
+    assert np.array_equal(frames, generate_frames(tmp_path / "once.mp4", *argv, ranks=2))
     assert [path.name for path in (gated.folder / "jobs" / video).glob("*stream*")] == []
     gated.close_gate()
-    deleted = gated.create(**FIELDS)
+    deleted = gated.create(**gated.fields)
     follower = HttpFollower(gated, deleted)
     gated.wait(lambda: follower.content and gated.count_latent_frames() == 4, 120)
     assert gated.request(f"/v1/videos/{deleted}", method="DELETE")[0] == 200
@@ -265,17 +306,39 @@ def test_frames_come_while_the_rest_is_decoded(gated: GatedService, tmp_path: Pa
 @pytest.mark.xdist_group("serve")
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
 def test_the_page_plays_a_video_while_it_is_made(gated: GatedService, tmp_path: Path) -> None:
-    """The first block is shown while the gate is closed; in the end the player has all frames."""
+    """The first block is shown while the gate is closed; in the end the player has all frames.
+
+    Another video is cancelled in the page after its first block: the player stops.
+    """
     if (gated.modules / "open").exists():
         gated.close_gate()
-    video = gated.create(**FIELDS, fps=8)
+    video = gated.create(**gated.fields, fps=8)
     with Browser(tmp_path / "profile") as browser:
         browser.open(gated.url)
-        browser.wait("!!(player = document.querySelector('.shot video'))", 120)
-        browser.wait("player.currentTime > 0.2 && player.videoWidth === 64", 120)
-        assert gated.status(video) == "in_progress" and gated.count_latent_frames() <= 4
-        assert browser.evaluate("player.buffered.end(0)") <= 9 / 8
+        _wait_for_first_block(gated, browser, video)
         gated.open_gate()
         browser.wait("player.ended", 120)
-        assert browser.evaluate("player.currentTime") == pytest.approx(29 / 8, abs=0.2)
+        duration = gated.fields["num_frames"] / 8
+        assert browser.evaluate("player.currentTime") == pytest.approx(duration, abs=0.2)
         browser.wait("document.querySelector('.shot button img') !== null", 60)  # the thumbnail
+        gated.close_gate()
+        cancelled = gated.create(**gated.fields, fps=8)
+        _wait_for_first_block(gated, browser, cancelled)
+        browser.evaluate("window.confirm = () => true")
+        browser.evaluate(
+            "[...document.querySelectorAll('button')].find("
+            "(button) => button.innerText === 'Cancel').click()"
+        )
+        browser.wait("player.paused && !player.isConnected", 60)
+        assert f"The video was cancelled: {PROMPT}" in browser.evaluate("document.body.innerText")
+        gated.open_gate()
+        gated.wait(lambda: not (gated.folder / "jobs" / cancelled).exists(), 60)
+        assert gated.count_latent_frames() <= 6
+
+
+def _wait_for_first_block(gated: GatedService, browser: Browser, video: str) -> None:
+    """Waits until the page plays the first frames of a video that cannot be complete."""
+    browser.wait("!!(player = document.querySelector('.shot video'))", 120)
+    browser.wait("player.currentTime > 0.2 && player.videoWidth === 64", 120)
+    assert gated.status(video) == "in_progress" and gated.count_latent_frames() <= 4
+    assert browser.evaluate("player.buffered.end(0)") <= 9 / 8

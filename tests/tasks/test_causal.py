@@ -62,6 +62,7 @@ def test_students_are_read_from_their_dictionaries(
     """The averaged weights are taken before those of the last step.
 
     In other files nothing tells a student from a model of whole videos: a line in the log says so.
+    The config.json of a checkpoint that is written here does.
     """
     caplog.set_level(logging.INFO, "wan")
     weights = load_tensors(folder / "diffusion_pytorch_model.safetensors")
@@ -88,6 +89,8 @@ def test_students_are_read_from_their_dictionaries(
     files_of_any_task = NetworkFiles(dit=tmp_path / "ema.pt")
     assert inspect_checkpoint(folder, files_of_any_task).kind == "causal"
     assert inspect_checkpoint(folder, presets=CAUSAL).kind == "causal"
+    assert inspect_checkpoint(folder).kind == "causal"
+    assert caplog.text.count("does not say") == 1
 
 
 def test_a_lora_of_peft_is_merged(folder: Path, tmp_path: Path) -> None:
@@ -234,8 +237,8 @@ def test_refusals(tiny: Make, folder: Path, tmp_path: Path) -> None:
     cases: dict[str, list[object]] = {
         "partial block": ["--frame_num", 17],
         "partial block, shorter than one": ["--frame_num", 5],
-        "partial block at the end of the positions": ["--frame_num", 4093],
         "end of the positions": ["--frame_num", 4101],
+        "partial block at the end of the positions": ["--frame_num", 4093],
         "window of less than a block": ["--local_attn_size", 2],
         "window without room beside the sink": ["--local_attn_size", 6, "--sink_size", 4],
         "sink below zero": ["--sink_size", -1],
@@ -276,6 +279,7 @@ def test_refusals(tiny: Make, folder: Path, tmp_path: Path) -> None:
         video = ["--frame_num", 237, "--local_attn_size", 60, "--precision", "bf16"]
         run = resolve_plan("--task", "causal-1.3B", "--device", "cpu", *video)
         sentences["too little memory"] = get_refusal(check_memory, run.setup, run.params, 1)
+    assert sentences["partial block at the end of the positions"].endswith("use 4089.")
     check_refusals("causal tasks", sentences)
 
 

@@ -280,12 +280,18 @@ def test_a_file_that_changes_after_the_check(dense: Checkpoint, tmp_path: Path) 
             mapped_source.read(slice(None)) if mapped_before else source(use, adapters)
 
 
-def test_strength_is_split_off_at_the_last_equals_sign() -> None:
+def test_strength_is_split_off_at_the_last_equals_sign(tmp_path: Path) -> None:
     assert parse_lora_file("a=b.safetensors") == LoraFile(Path("a=b.safetensors"))
     assert parse_lora_file("a=b.safetensors=0.25") == LoraFile(Path("a=b.safetensors"), 0.25)
     assert parse_lora_file("a.safetensors=-1e-1") == LoraFile(Path("a.safetensors"), -0.1)
     with pytest.raises(InputError, match="strength inf"):
         parse_lora_file("a.safetensors=inf")
+    existing, strange = tmp_path / "a.safetensors", tmp_path / "a.safetensors=b"
+    existing.touch()
+    with pytest.raises(InputError, match="strength b"):
+        parse_lora_file(str(strange))
+    strange.touch()
+    assert parse_lora_file(str(strange)) == LoraFile(strange)
 
 
 BAD: dict[str, dict[str, Tensor]] = {

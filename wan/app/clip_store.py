@@ -60,7 +60,7 @@ class ClipFiles:
         """Prepares access to a run's folder of clips; reads nothing."""
         self._run, self.folder = run, run.output.clips_dir
         self.num_clips = run.params.task.count_clips(run.params)
-        self._has_frames = not run.params.task.makes_blocks
+        self._has_frames = run.params.num_frame_per_block is None
         self.unit = "clip" if self._has_frames else "block"
 
     def count_finished(self) -> int:

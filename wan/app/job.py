@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from wan.metering.meter import PowerMeasurement, VideoMeter
     from wan.modules.vae.video_vae import LatentBlocks, Sink
     from wan.pipeline.pipeline import Pipeline
-    from wan.tasks.base import Inputs
+    from wan.tasks.base import Clip, Inputs
 
 
 class VideoJob:
@@ -104,7 +104,7 @@ class VideoJob:
             elif run.params.has_clips:
                 self._generate_clips(video_meter)
                 return
-            elif run.output.stream and run.params.task.makes_blocks:
+            elif run.output.stream and run.params.num_frame_per_block is not None:
                 blocks = self._pipeline.generate_blocks(run.params, self.make_inputs())
                 with self._record_trace():
                     self._write_video(blocks, video_meter)
@@ -138,7 +138,7 @@ class VideoJob:
         All ranks call it. Those of a causal video have the finished blocks, and store further ones.
         """
         inputs = replace(self.run.load_inputs(), show_preview=self._write_preview)
-        if self.run.params.task.makes_blocks:
+        if self.run.params.num_frame_per_block is not None:
             num_done, latents = self._finished_clips
             store = self._store_block if self._is_main else None
             inputs = replace(
@@ -255,14 +255,19 @@ class VideoJob:
             logger.error(text, self.latents_file)
 
     def _denoise(self) -> Tensor:
-        run = self.run
+        with self._saving_latents_of_errors():
+            latents = self._pipeline.generate_latents(self.run.params, self.make_inputs())
+        self.save_denoised_latents(latents)
+        return latents
+
+    @contextmanager
+    def _saving_latents_of_errors(self) -> Iterator[None]:
+        """Writes latents that contain NaN or infinity to disk on the main rank."""
         try:
-            latents = self._pipeline.generate_latents(run.params, self.make_inputs())
+            yield
         except NotFiniteError as error:
             self.save_denoised_latents(error.latents)
             raise
-        self.save_denoised_latents(latents)
-        return latents
 
     @contextmanager
     def _record_trace(self) -> Iterator[None]:
@@ -275,7 +280,7 @@ class VideoJob:
 
         schedule = noise_schedule.make_noise_schedule(run.params)
         first_step = schedule.first_step
-        if run.params.task.makes_blocks:  # finished blocks take no steps
+        if run.params.num_frame_per_block is not None:  # finished blocks take no steps
             first_step += self._finished_clips[0] * len(schedule.experts)
         select_steps = partial(select_nth_steps, schedule.experts, first_step=first_step)
         steps = run.output.trace_steps or select_steps(position=1) if folder else ()
@@ -323,7 +328,7 @@ class VideoJob:
             self.save_denoised_latents(latents.join())
         if self.run.decode_latents is None:
             self._move_or_remove_latents()
-        if self.run.params.task.makes_blocks:
+        if self.run.params.num_frame_per_block is not None:
             self._clips.remove_clips()
         self._finish_run(encoder.size, power)
 
@@ -342,24 +347,15 @@ class VideoJob:
         run, params = self.run, self.run.params
         num_done, state = self._finished_clips
         files = self._clips
-        if self._stream is not None:
-            self._stream.begin((params.num_frames, *params.video_size[::-1]))
-            for frame in files.iter_frames(num_done):
-                self._stream.write_rgb_frame(frame)
+        self._begin_stream_of_clips(num_done)
         inputs = replace(self.make_inputs(), num_clips_done=num_done, clip_state=state)
         clip_iterator = clips.generate_clips(self._pipeline, params, inputs)
         for index in range(num_done, files.num_clips):
-            with self._record_trace() if index == num_done else nullcontext():
-                try:
-                    clip = next(clip_iterator)
-                except NotFiniteError as error:
-                    self.save_denoised_latents(error.latents)
-                    raise
+            record = self._record_trace() if index == num_done else nullcontext()
+            with record, self._saving_latents_of_errors():
+                clip = next(clip_iterator)
             if self._is_main:
-                with self._writing():
-                    if self._stream is not None and clip.frames is not None:
-                        self._stream.write_frames(clip.frames)
-                    files.write_clip(index, clip)
+                self._write_clip(index, clip)
             self._num_stored_clips += 1
             del clip  # before the next one is made
         self._release_other_ranks(meter)
@@ -373,6 +369,21 @@ class VideoJob:
         width, height = params.video_size
         power = None if meter is None else meter.stop()
         self._finish_run((params.num_frames, height, width), power)
+
+    def _begin_stream_of_clips(self, num_stored: int) -> None:
+        """Begins the stream, if any, with the frames of the clips of an earlier run."""
+        if self._stream is None:
+            return
+        self._stream.begin((self.run.params.num_frames, *self.run.params.video_size[::-1]))
+        for frame in self._clips.iter_frames(num_stored):
+            self._stream.write_rgb_frame(frame)
+
+    def _write_clip(self, index: int, clip: Clip) -> None:
+        """Stores a clip, and streams its frames."""
+        with self._writing():
+            if self._stream is not None and clip.frames is not None:
+                self._stream.write_frames(clip.frames)
+            self._clips.write_clip(index, clip)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -75,11 +75,16 @@ def generate_videos(run: Run, groups: ParallelGroups | None = None) -> int:
         logger.warning(env.make_flag_naming().render(notice))
     load_torch()
     from wan import device as devices
-    from wan.pipeline import build
+    from wan.pipeline import build, time_estimate
 
     device = devices.select_device(run.setup.execution.device) if groups is None else groups.device
     pipeline = build.build_pipeline(run.setup, device, groups)
     if not run.lines:
+        if device.type == "cpu" and run.decode_latents is None:
+            dtype = build.DTYPES[run.setup.execution.get_dit_precision(device.type)]
+            notice = time_estimate.describe_long_run(run.setup, run.params, dtype)
+            if notice:
+                logger.warning(env.make_flag_naming().render(notice))
         device.reset_peak_memory()
         video = VideoJob(run, pipeline, groups, None if groups is None else groups.close)
         video.extend_prompt()

@@ -157,9 +157,7 @@ def resolve_video(context: ResolveContext, *layers: Layer) -> Run:
                 _check_free_memory(run)
             if writes_file:
                 check_run_outputs(run)
-            task = run.params.task  # the steps of blocks are counted over the whole video
-            num_parts = task.count_clips(run.params) if task.makes_blocks else 1
-            num_steps = run.params.num_forwards * num_parts
+            num_steps = run.params.num_forwards * run.params.num_blocks
             check_trace_options(run.output, run.setup.execution.compile, num_steps)
             return run
 

@@ -18,7 +18,8 @@ def is_causal_student(
 ) -> bool:
     """Returns whether a network is run as a causal student.
 
-    The name of its dictionary in a file of the distillation shows it, else only the task.
+    The name of its dictionary in a file of the distillation shows it, or `model_type` in the
+    config.json of a randomly initialized or converted checkpoint; else only the task.
 
     Args:
         presets: The tasks whose networks are wanted.
@@ -26,15 +27,15 @@ def is_causal_student(
     Raises:
         InputError: A causal student is given for another task.
     """
-    if config["model_type"] not in ("t2v", "ti2v"):
+    fitting = [x.task for x in PRESETS.values() if x.keeps_kv and x.in_dim == config["in_dim"]]
+    if config["model_type"] not in ("t2v", "ti2v", "causal") or not fitting:
         return False
     kinds = {preset.kind for preset in presets}
     info = next(iter(tensors.values()))
-    is_student = info.name.startswith(_STUDENT)
+    is_student = config["model_type"] == "causal" or info.name.startswith(_STUDENT)
     if is_student and "causal" not in kinds:
-        fitting = (x for x in PRESETS.values() if x.keeps_kv and x.in_dim == config["in_dim"])
-        why = "holds a causal student (generator_ema), which makes a video block by block"
-        raise InputError(f"{info.file}", None, why, f"use `task={next(fitting).task}`")
+        why = "holds a causal student, which makes a video block by block"
+        raise InputError(f"{info.file}", None, why, f"use `task={fitting[0]}`")
     if not is_student and kinds == {"causal"}:
         text = "%s does not say that it is a causal student: a model of whole videos falls apart."
         logger.info(text, info.file)

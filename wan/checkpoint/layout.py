@@ -233,20 +233,7 @@ def inspect_checkpoint(
         raise InputError(f"{folder}", None, why, "give two experts of one task")
     kind = _detect_network_kind(first_dit)
     preset = PRESETS[TASKS_OF_KIND[kind][0]]  # the tasks of a kind need the same components
-    components: dict[str, Path | None] = {}
-    stems = {"vae": f"Wan{preset.vae}_VAE", **_STEMS}
-    for component, stem in stems.items():
-        if component == "image_encoder" and not first_dit.config["image_dim"]:
-            components[component] = None
-        elif (path := getattr(network_files, component, None)) is not None:
-            components[component] = _check_explicit_component(component, path, preset)
-        else:
-            standard_path = (
-                _find_diffusers_component(folder / component)
-                if diffusers
-                else _find_official_file(folder, stem)
-            )
-            components[component] = standard_path or _find_component(finder, component, preset)
+    components = _find_components(finder, diffusers, preset, first_dit.config, network_files)
     if is_causal_student(first_dit.config, first_dit.tensors, presets):
         config: DitConfig = {**first_dit.config, "model_type": "causal"}
         kind, experts = "causal", {"dit": replace(first_dit, config=config)}
@@ -365,8 +352,38 @@ def _check_explicit_component(component: str, path: Path, preset: Preset) -> Pat
     return path
 
 
-def _find_component(finder: WeightFinder, component: str, preset: Preset) -> Path | None:
-    """Searches the folder for a component."""
+def _find_components(
+    finder: WeightFinder,
+    diffusers: bool,
+    preset: Preset,
+    config: DitConfig,
+    network_files: NetworkFiles,
+) -> dict[str, Path | None]:
+    """Finds text encoder, VAE and, for a DiT that needs it, image encoder: explicit or of a folder.
+
+    Args:
+        diffusers: Whether the folder is in the layout of diffusers.
+        config: The configuration of the DiT.
+    """
+    stems = {"vae": f"Wan{preset.vae}_VAE", **_STEMS}
+    if not config["image_dim"]:
+        del stems["image_encoder"]
+    components: dict[str, Path | None] = {}
+    for component, stem in stems.items():
+        if (path := getattr(network_files, component, None)) is not None:
+            components[component] = _check_explicit_component(component, path, preset)
+            continue
+        standard_path = (
+            _find_diffusers_component(finder.folder / component)
+            if diffusers
+            else _find_official_file(finder.folder, stem)
+        )
+        components[component] = standard_path or _find_by_content(finder, component, preset)
+    return components
+
+
+def _find_by_content(finder: WeightFinder, component: str, preset: Preset) -> Path | None:
+    """Searches the folder for a component in a file of any name."""
     candidates = finder.find_all(component)
     if component == "vae":
         candidates = [file for file in candidates if file.channels == preset.latent_channels]

@@ -262,7 +262,7 @@ class Pipeline:
             self.text_encoder.prefetch()
         experts = noise_schedule.make_noise_schedule(params).experts
         self.experts.prefetch(experts[0])
-        with log.make_step_bar(len(experts), "text") as bar:
+        with log.make_step_bar(len(experts) * params.num_blocks, "text") as bar:
             latents = self.denoise(self.prepare_denoising(params, inputs), bar=bar)
         self.release(self.experts)
         return latents

@@ -25,7 +25,7 @@ _SIZE_SCHEMA = {
     "maxItems": 2,
 }
 _BLOCK_SCHEMA = {"type": "integer", "minimum": 0, "maximum": TRAIN_TIMESTEPS - 1}
-_MAX_FRAMES = 4093  # of the networks' 1024 rotary positions: 4 * 1023 + 1
+MAX_FRAMES = 4093  # of the networks' 1024 rotary positions: 4 * 1023 + 1
 _MAX_SIDE = 1_000_000  # pixels; the much lower limits of a task are checked in `VideoParams`
 
 
@@ -464,11 +464,11 @@ def parse_step_list(name: str, text: str, noun: str = "step") -> tuple[int, ...]
 @partial(
     Reader,
     metavar="4N+1",
-    schema={"type": "integer", "minimum": 1, "maximum": _MAX_FRAMES, "x-step": 4},
+    schema={"type": "integer", "minimum": 1, "maximum": MAX_FRAMES, "x-step": 4},
 )
 def read_frame_num(name: str, raw: Any) -> int:
     """Reads a frame count 4n+1; the VAE encodes the first frame, then each four, to one latent."""
-    value = int(integer(1, _MAX_FRAMES)(name, raw))
+    value = int(integer(1, MAX_FRAMES)(name, raw))
     lower = (value - 1) // 4 * 4 + 1
     if value != lower:
         raise InputError(name, value, "must be 4n+1", f"use {lower} or {lower + 4}")

@@ -192,7 +192,8 @@ class VideoSettings(Sampling, Guidance):
             "frames of the video or clip",
             "default: the task's",
             dict.fromkeys(("t2v", "ti2v", "vace"), "frames of the video")
-            | dict.fromkeys(("animate", "animate2"), "frames of a clip"),
+            | dict.fromkeys(("animate", "animate2"), "frames of a clip")
+            | {"causal": "frames of the video, in whole blocks: 12n-3, of causal-5B 32n-3"},
         ),
         diffusers="num_frames",
         checkpoint=True,

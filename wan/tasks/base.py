@@ -222,9 +222,7 @@ class Task:
         network: "module:class" of the DiT.
         loop: "module:class" of the denoising loop.
         runs_in_lockstep: Both guidance branches may run in lockstep; see `wan.modules.lockstep`.
-        makes_blocks: The loop is a `BlockLoop`, whose blocks of latents can be decoded one by one.
-        diffusers_classes: The classes of the pipeline and of the DiT in diffusers; None: it has
-            none.
+        diffusers_classes: Classes of the pipeline and of the DiT in diffusers; None: it has none.
         joins_clips: Whether the clips are encoded to mp4 files one by one, which are joined.
             Otherwise all frames are encoded to one file.
         upload_names: Field of a service's request -> file of the folder `src_root_path`.
@@ -238,7 +236,6 @@ class Task:
     network: ClassVar[str] = "wan.modules.model:WanModel"
     loop: ClassVar[str] = "wan.pipeline.denoise:DenoisingLoop"
     runs_in_lockstep: ClassVar[bool] = True
-    makes_blocks: ClassVar[bool] = False
     diffusers_classes: ClassVar[tuple[str, str] | None] = ("WanPipeline", "WanTransformer3DModel")
     joins_clips: ClassVar[bool] = False
     upload_names: ClassVar[Mapping[str, str]] = {}
@@ -438,6 +435,11 @@ class VideoParams(VideoSettings):
         """Returns the parameters of a clip, or of a block of frames."""
         return self.task.make_clip_params(self, clip)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a causal video, each of which takes all steps; 1 for other tasks."""
+        return self.latent_shape[1] // (self.num_frame_per_block or self.latent_shape[1])
+
     def count_clip_tokens(self, clip: int) -> int:
         """Returns the number of tokens in self-attention: video tokens and extra tokens."""
         num_video_tokens = math.prod(self.task.make_forward_params(self).grid)
@@ -566,8 +568,7 @@ def make_noise_sampler(
     sampled on the CPU by default, so that a seed gives the same noise on every device; the official
     code samples on the device, as `--noise_device device` does.
 
-    Args:
-        num_skipped: Number of samples that an earlier run has used.
+    num_skipped: Samples that an earlier run has used.
     """
     import torch
 
@@ -577,9 +578,8 @@ def make_noise_sampler(
     shapes = chain([params.latent_shape], repeat(shape_of_steps))
 
     def sample_noise() -> Tensor:
-        sample = torch.randn(
-            next(shapes), generator=generator, device=noise_device, dtype=torch.float32
-        )
+        shape = next(shapes)
+        sample = torch.randn(shape, generator=generator, device=noise_device, dtype=torch.float32)
         return sample.to(device)
 
     for _ in range(num_skipped):

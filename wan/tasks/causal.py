@@ -60,7 +60,6 @@ class CausalVideo(TextImageToVideo):
     network = "wan.modules.causal:WanCausalModel"
     loop = "wan.pipeline.block_loop:BlockLoop"
     runs_in_lockstep = False
-    makes_blocks = True
     diffusers_classes = None
 
     def read_inputs(self, preset: Preset, values: Values) -> Inputs:
@@ -77,7 +76,7 @@ class CausalVideo(TextImageToVideo):
             chosen["prompt"] = prompts[0]
 
     def count_clips(self, params: VideoParams) -> int:
-        return params.latent_shape[1] // (params.num_frame_per_block or 1)
+        return params.num_blocks
 
     def make_clip_params(self, params: VideoParams, clip: int) -> VideoParams:
         prompts = params.clip_prompts or (params.prompt,)
@@ -93,7 +92,7 @@ class CausalVideo(TextImageToVideo):
 
     def list_notices(self, params: VideoParams) -> tuple[str, ...]:
         size, steps = params.num_frame_per_block or 1, params.num_forwards
-        num_blocks, stride = self.count_clips(params), params.preset.vae_stride[0]
+        num_blocks, stride = params.num_blocks, params.preset.vae_stride[0]
         return (
             f"Causal: {num_blocks} block(s) of {size} latent frames, {steps + 1} forward passes "
             f"each; the first {(size - 1) * stride + 1} of {params.frame_num} frames need "

@@ -36,13 +36,16 @@ def parse_lora_file(text: str) -> LoraFile:
     """Splits `FILE=STRENGTH` at the last "="; without a number after it, all of it is the file.
 
     Raises:
-        InputError: The strength is "nan", or above 1e6 in magnitude.
+        InputError: The strength is "nan", above 1e6 in magnitude, or no number after a file that
+            exists.
     """
     file, equals, tail = text.rpartition("=")
     try:
         float(tail if equals else "no number")
     except ValueError:
-        return LoraFile(expand_home("LoRA", text))
+        path = expand_home("LoRA", text)
+        if has_file(path) or not (equals and has_file(expand_home("LoRA", file))):
+            return LoraFile(path)
     strength = parse_number(tail)
     if strength is None or abs(strength) > MAX_ABS:
         why = f"has the strength {format_value(tail)}"

@@ -71,27 +71,29 @@ class JobEvents:
     def open_stream(self, job_id: str, last_id: int) -> AsyncIterator[str] | None:
         """Returns the events of a job after an id; None if the client has had the last one.
 
-        Of a deleted job, clients that have had an event get the end.
+        Of a deleted job, clients that have had an event get the end. The first text is empty; it
+        raises RefusedError if there are too many listeners, and else the client is counted.
 
         Args:
             last_id: -1: the client has had no event.
 
         Raises:
-            RefusedError: There is no such job, or there are too many listeners.
+            RefusedError: There is no such job.
         """
         job = self._service.journal.find(job_id)
         if job is None or (job.state == "deleted" and last_id < 0):
             job = self._service.find_job(job_id)
         if job.is_ended and last_id >= _compute_end_id(job):
             return None
-        if self._num_listeners >= self._max_listeners:
-            message = f"{self._max_listeners} clients listen to events; poll the video."
-            raise RefusedError(message, 503, "busy", retry_after=30)
         return self._iter_events(job_id, last_id)
 
     async def _iter_events(self, job_id: str, last_id: int) -> AsyncIterator[str]:
+        if self._num_listeners >= self._max_listeners:
+            message = f"{self._max_listeners} clients listen to events; poll the video."
+            raise RefusedError(message, 503, "busy", retry_after=30)
         self._num_listeners += 1
         try:
+            yield ""
             yield "retry: 2000\n\n"
             while True:
                 job = self._service.journal.find(job_id)

@@ -42,58 +42,60 @@ class VideoStreams:
             message = f"{self._max_clients} clients follow videos; wait for the end of this one."
             raise RefusedError(message, 503, "busy", retry_after=30)
 
-    async def open_stream(self, job_id: str, index: int) -> AsyncIterator[bytes] | None:
-        """Waits for the first frame of one of a job's videos, and returns the bytes from then on.
+    async def follow(self, job: ServiceJob, index: int) -> AsyncIterator[bytes]:
+        """Yields b"" at the first frame of one of a job's videos, then its bytes until its end.
 
-        None: the video is complete meanwhile.
+        Yields nothing if the video is complete before.
 
         Raises:
-            RefusedError: The job has failed or was deleted, or the service stops.
+            RefusedError: As `check_stream`; or before the first frame, the job has failed or was
+                deleted, or the service stops.
+            FileNotFoundError: After the first frame, the video will not be completed in this file.
         """
+        self.check_stream(job)
         self._num_clients += 1
         try:
-            while True:
-                job = self._service.find_job(job_id)
-                if index < job.num_completed:
-                    return None
-                if job.error is not None:
-                    raise RefusedError(job.error["message"], 500, job.error["code"])
-                self._service.refuse_when_stopping()
-                path = self._get_path(job, index)
-                file = await asyncio.to_thread(_open_non_empty, path)
-                if file is not None:
-                    return self._iter_chunks(job, index, file)
-                await self._wait()
+            file = await self._open_file(job.id, index)
+            if file is not None:
+                with file:
+                    yield b""
+                    async for chunk in self._iter_chunks(job, index, file):
+                        yield chunk
         finally:
             self._num_clients -= 1
+
+    async def _open_file(self, job_id: str, index: int) -> FileIO | None:
+        """Waits for the first frame of a video, and opens its file; None: it is complete."""
+        while True:
+            job = self._service.find_job(job_id)
+            if index < job.num_completed:
+                return None
+            if job.error is not None:
+                raise RefusedError(job.error["message"], 500, job.error["code"])
+            self._service.refuse_when_stopping()
+            file = await asyncio.to_thread(_open_non_empty, self._get_path(job, index))
+            if file is not None:
+                return file
+            await self._wait()
 
     async def _iter_chunks(self, job: ServiceJob, index: int, file: FileIO) -> AsyncIterator[bytes]:
-        """Yields the bytes of a file until its video is complete.
-
-        Raises:
-            FileNotFoundError: The video will not be completed in this file.
-        """
-        self._num_clients += 1
+        """Yields the bytes of an open file until its video is complete; see `follow`."""
         path = self._get_path(job, index)
-        try:
-            while True:
-                current = self._service.journal.get(job.id)
-                is_complete = current is not None and index < current.num_completed
-                chunk = await asyncio.to_thread(file.read, _CHUNK_BYTES)
-                if chunk:
-                    yield chunk
-                    continue
-                if is_complete:  # before the file was read
-                    return
-                is_running = current is not None and current.state == "in_progress"
-                if not is_running or self._service.stopping:
-                    raise FileNotFoundError(f"the video {job.id} is not made any more")
-                if not await asyncio.to_thread(_is_same_file, file, path):
-                    raise FileNotFoundError(f"the video {job.id} is decoded again")
-                await self._wait()
-        finally:
-            self._num_clients -= 1
-            file.close()
+        while True:
+            current = self._service.journal.get(job.id)
+            is_complete = current is not None and index < current.num_completed
+            chunk = await asyncio.to_thread(file.read, _CHUNK_BYTES)
+            if chunk:
+                yield chunk
+                continue
+            if is_complete:  # before the file was read
+                return
+            is_running = current is not None and current.state == "in_progress"
+            if not is_running or self._service.stopping:
+                raise FileNotFoundError(f"the video {job.id} is not made any more")
+            if not await asyncio.to_thread(_is_same_file, file, path):
+                raise FileNotFoundError(f"the video {job.id} is decoded again")
+            await self._wait()
 
     def _get_path(self, job: ServiceJob, index: int) -> Path:
         return Output(self._service.files.video_path(job, index), job.fps or 1.0).stream_path

@@ -6,10 +6,10 @@ import asyncio
 import hashlib
 import re
 import zipfile
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -68,8 +68,8 @@ async def get_stored_size(request: Request, store: Store, job_id: str, name: str
     return size
 
 
-async def wait_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of a coroutine, which is cancelled when the client disconnects.
+async def wait_while_connected(request: Request, work: Awaitable[T]) -> T:
+    """Returns the result of an awaitable, which is cancelled when the client disconnects.
 
     Raises:
         ClientDisconnect: The client has disconnected.
@@ -79,7 +79,7 @@ async def wait_while_connected(request: Request, work: Coroutine[Any, Any, T]) -
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = asyncio.create_task(work), asyncio.create_task(wait_for_disconnect())
+    tasks = asyncio.ensure_future(work), asyncio.create_task(wait_for_disconnect())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():

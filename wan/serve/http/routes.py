@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from importlib import resources
@@ -202,7 +202,6 @@ class Routes:
 
     async def _follow_video(self, request: Request, job: ServiceJob, index: int) -> Response:
         """Answers with the bytes of an unfinished video, as they are written."""
-        self._streams.check_stream(job)
         headers = {
             "content-disposition": f'inline; filename="{make_file_name(job, index)}"',
             "accept-ranges": "none",
@@ -210,10 +209,10 @@ class Routes:
             "X-Accel-Buffering": "no",
         }
         if request.method == "HEAD":
+            self._streams.check_stream(job)
             return Response(headers=headers, media_type="video/mp4")
-        opening = self._streams.open_stream(job.id, index)
-        chunks = await wait_while_connected(request, opening)
-        if chunks is None:  # it is complete
+        chunks = self._streams.follow(job, index)
+        if await wait_while_connected(request, anext(chunks, None)) is None:  # it is complete
             return await self.content(request)
         return StreamingResponse(chunks, media_type="video/mp4", headers=headers)
 
@@ -228,6 +227,18 @@ class Routes:
         content = stream_archive(files)
         return StreamingResponse(content, media_type="application/zip", headers=headers)
 
+    async def _read_video(self, job: ServiceJob, path: Path, size: int) -> AsyncIterator[bytes]:
+        """Yields the bytes of a video from the disk, or from the store if it has moved there."""
+        try:
+            async for part in read_parts(path):
+                yield part
+        except FileNotFoundError:  # nothing is yielded yet: an open file stays readable
+            current = self._service.journal.get(job.id)
+            if current is None or current.store_state != "stored":
+                raise
+            async for part in self._get_store().read(job.id, path.name, 0, size):
+                yield part
+
     async def _find_archive_files(self, request: Request, job: ServiceJob) -> Sequence[ArchiveFile]:
         """Returns the complete videos with saved latents, the video object, and the uploads."""
         video = make_video_object(self._service, job)
@@ -238,11 +249,10 @@ class Routes:
         for index in range(job.num_completed):
             path, name = job_files.video_path(job, index), make_file_name(job, index)
             if job.store_state == "stored":
-                store = self._get_store()
-                size = await get_stored_size(request, store, job.id, path.name)
-                files.append(ArchiveFile(name, size, store.read(job.id, path.name, 0, size)))
+                size = await get_stored_size(request, self._get_store(), job.id, path.name)
             else:
-                paths[name] = path
+                size = self._stat_file(job, path).st_size
+            files.append(ArchiveFile(name, size, self._read_video(job, path, size)))
             for suffix, latents in job_files.list_latents(job, index):
                 paths[make_file_name(job, index, suffix)] = latents
         for field, uploads in job_files.list_inputs(job, folder_files).items():
@@ -282,6 +292,7 @@ class Routes:
         stream = self._events.open_stream(request.path_params["id"], number)
         if stream is None:  # so that browsers do not connect again
             return Response(status_code=204)
+        await anext(stream)  # takes a place among the listeners, or refuses
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
     async def _send_file(

@@ -151,7 +151,7 @@ class ServiceJob:
             self.frames = sum(map(params.count_clip_frames, range(clips)))
         self.fps, (self.width, self.height) = float(run.output.fps), params.video_size
         num_steps = len(params.step_range)
-        self.total = num_steps * clips * self.num_outputs
+        self.total = num_steps * clips * params.num_blocks * self.num_outputs
         low, high = params.sample_guide_scale
         has_two = params.boundary is not None
         self.guidance = {"high_noise": high, "low_noise": low} if has_two else {"dit": low}

@@ -72,7 +72,7 @@ export async function refresh() {
       current.set(id, await getJson("v1/videos/" + id));
     } catch (error) {
       if (error.status !== 404) throw error;
-      drop(id);
+      dropDeleted(card, "deleted");
     }
   }
   for (const video of [...current.values()].reverse()) {
@@ -87,7 +87,7 @@ export function applyEvent(id, kind, data) {
   const card = cards.get(id);
   if (!card) return;
   if (kind === "end") {
-    if (data.deleted) drop(id);
+    if (data.deleted) dropDeleted(card, "deleted");
     else show(data);
   } else if (kind === "stage") {
     show({ ...card.video, status: data.status, stage: data.stage, attempt: data.attempt });
@@ -122,12 +122,22 @@ function fits(video) {
 export function drop(id) {
   const card = cards.get(id);
   if (!card) return;
-  for (const media of card.item.querySelectorAll("img, video")) freeSource(media);
+  for (const media of card.item.querySelectorAll("img, video")) {
+    media.pause?.();
+    freeSource(media);
+  }
   seen.unobserve(card.shot);
   clearTimeout(card.timer);
   actions.drop(id);
   card.item.remove();
   cards.delete(id);
+}
+
+/** Removes the card of a video that does not exist any more, and says so. */
+function dropDeleted(card, participle) {
+  drop(card.video.id);
+  empty.hidden = cards.size > 0;
+  news.textContent = `The video was ${participle}: ${name(card.video)}`;
 }
 
 /** Adds or updates the card of a video; new cards are sorted by time unless `index` is given. */
@@ -243,12 +253,10 @@ function makeButtons(card) {
     update(card, false);
   });
   card.remove = add("Delete", async () => {
-    const question = isOpen(card.video) ? "Cancel this video?" : "Delete this video and its files?";
+    const open = isOpen(card.video), question = open ? "Cancel this video?" : "Delete this video and its files?";
     if (!confirm(`${question}\n\n${name(card.video)}`)) return;
     await send("v1/videos/" + card.video.id, { method: "DELETE" });
-    drop(card.video.id);
-    empty.hidden = cards.size > 0;
-    news.textContent = "Deleted.";
+    dropDeleted(card, open ? "cancelled" : "deleted");
   });
 }
 

@@ -200,9 +200,9 @@ class Service:
         return (await self._admit(request, digest, key, job.id))[0]
 
     def _copy_request(self, job: ServiceJob, prompt: str, webhook_url: str | None) -> ParsedRequest:
-        """Returns the request of a job with another prompt and webhook."""
+        """Returns the request of a job with another prompt, of as many clips, and webhook."""
         settings = {name: x for name, x in job.settings.items() if name != "clip_prompts"}
-        if "clip_prompts" in job.settings:
+        if "clip_prompts" in job.settings and self.startup_run.params.num_frame_per_block is None:
             settings["num_clip"] = len(job.settings["clip_prompts"])
         settings["prompt"] = prompt
         files = self.files.read_uploads(job)

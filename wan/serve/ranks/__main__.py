@@ -71,7 +71,7 @@ def read_front_file(file: Path) -> dict[str, Any]:
 
 def _make_front_error(front: str, error: Exception) -> InputError:
     remedy = "start python -m wan.serve, which starts the ranks"
-    return InputError(f"The front of {front} does not answer ({error})", "", remedy)
+    return InputError(f"The front of {front} does not answer ({error})", remedy=remedy)
 
 
 class FrontLink:

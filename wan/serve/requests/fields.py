@@ -427,8 +427,15 @@ def _apply_api_fields(fields: _RequestFields, run: Run, models: Sequence[str]) -
             why = "is set by the audio, the pose video, or clips and num_frames"
             raise InputError("seconds", why=why, remedy="leave it out")
         seconds = api_fields["seconds"]
-        fps = FLAGS["fps"].reader("fps", settings["fps"]) if "fps" in settings else run.output.fps
-        frames = 4 * max(math.floor((seconds * fps - 1) / 4 + 0.5), 0) + 1
+        fps, block = (
+            FLAGS[name].reader(name, settings[name]) if name in settings else value
+            for name, value in (
+                ("fps", run.output.fps),
+                ("num_frame_per_block", run.params.num_frame_per_block or 1),
+            )
+        )
+        latents = block * max(math.floor(((seconds * fps + 3) / 4) / block + 0.5), 1)
+        frames = 4 * latents - 3
         frame_num = settings.setdefault("frame_num", frames)
         if FLAGS["frame_num"].reader("num_frames", frame_num) != frames:
             why = f"and num_frames {frame_num} differ: these seconds are {frames} frames"
