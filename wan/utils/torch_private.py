@@ -9,7 +9,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from ctypes import CDLL
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -183,22 +182,6 @@ def set_up_compiler() -> None:
 
     config.compile_threads = 1
     config.cpp.vec_isa_ok = True  # g++ supports AVX; probing takes longer than compiling
-
-
-def compile_cpp(source: str) -> CDLL:
-    """Compiles C++ with OpenMP by Inductor's compiler, or loads it from Inductor's cache on disk.
-
-    The public `torch.utils.cpp_extension` needs ninja and compiles PyTorch's headers.
-
-    Raises:
-        Exception: Any error of the compiler or of the cache's folder.
-    """
-    from torch._inductor.codecache import CppCodeCache
-
-    set_up_compiler()
-    library = CppCodeCache.load(source)
-    assert isinstance(library, CDLL)
-    return library
 
 
 def has_avx512_bf16() -> bool:
