@@ -5,12 +5,14 @@ Tested with the range of torch in `requirements.txt`; variants name the versions
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -234,6 +236,23 @@ def materialize_without_data(network: nn.Module, sharded: bool) -> Iterator[Stor
         yield tracker
 
 
+def skip_dynamo_in_meta_kernels() -> None:
+    """Lets PyTorch's kernels for meta tensors, which are written in Python, run without Dynamo.
+
+    Each would import it (two seconds) only to exclude itself from tracing.
+    """
+    decompositions = torch._decomp
+    kernels: list[Any] = [
+        *decompositions.decomposition_table.values(),
+        *decompositions.meta_table.values(),
+    ]
+    while "torch._dynamo" not in sys.modules and kernels:
+        kernel = kernels.pop()
+        if isinstance(kernel, FunctionType) and "__dynamo_disable" not in vars(kernel):
+            vars(kernel)["__dynamo_disable"] = kernel  # what Dynamo would make of it
+            kernels += [cell.cell_contents for cell in kernel.__closure__ or ()]
+
+
 def _list_local_tensors(network: nn.Module) -> list[Tensor]:
     """Returns this rank's parameters and buffers; `DTensor.to_local` would need a slow import."""
     tensors = [*network.parameters(), *network.buffers()]
@@ -300,6 +319,11 @@ class StorageTracker(TorchDispatchMode):
         self._label_stack = ["activations"]
         self._storages: dict[int, Any] = {}
         self._sizes: dict[int, tuple[str, int]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would import Dynamo to exclude this class from tracing."""
+        return False
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Excludes the storages of tensors, for example weights, from the count."""
