@@ -45,7 +45,6 @@ def make_library(source: Path, text: str = SOURCE) -> CppLibrary:
 def test_compiled_once_for_ranks_and_later_processes(compiler: Path, tmp_path: Path) -> None:
     """And again after a change of the source; a product is rounded before the difference."""
     libraries = [make_library(tmp_path / "source.cpp") for _ in range(4)]
-    libraries[0].start_loading()
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(CppLibrary.is_available, libraries))
     assert count_calls(compiler) == 1

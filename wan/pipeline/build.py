@@ -59,7 +59,7 @@ from wan.pipeline.video_loras import VideoLoraLoader
 from wan.settings.attention_modes import count_heads_per_chunk
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
-from wan.tasks.base import build_dit
+from wan.tasks.base import VideoParams, build_dit
 from wan.utils.log import StageTimer, logger
 from wan.utils.torch_private import has_amx, has_avx512_bf16, use_private_compiler_cache
 
@@ -106,6 +106,11 @@ def build_pipeline(
     target = Target(device, checkpoint.head_dim, compute_dtype)
     selected = select_kernels(setup.attention, target, exported, execution.compile)
     step_cache = build_step_cache(setup, groups) if step_cache is None else step_cache
+
+    def select_ops(params: VideoParams) -> None:
+        if selected.compiled_ops is not None:
+            work = memory_estimate.count_block_elements(setup, params)
+            selected.compiled_ops.start_video(work)
 
     def make_components(expert: str) -> ModelComponents:
         components = replace(
@@ -165,6 +170,7 @@ def build_pipeline(
         encode_audio=loader.encode_audio,
         is_main=groups is None or groups.is_main,
         overlap_decoding=execution.overlap_decoding,
+        select_ops=select_ops,
         video_loras=VideoLoraLoader(
             device.torch_device,
             make_dit_dtype_rule(compute_dtype, execution.convert_model_dtype),

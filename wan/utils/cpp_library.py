@@ -10,7 +10,6 @@ import hashlib
 import subprocess
 from collections.abc import Callable
 from ctypes import CDLL
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
@@ -20,7 +19,6 @@ import torch
 from wan.utils.compiler_cache import prepare_compiler_cache
 from wan.utils.env import find_cpp_compiler
 from wan.utils.log import logger, summarize_error
-from wan.utils.system import start_background_thread
 
 # Products and sums are rounded one by one.
 _FLAGS = (
@@ -43,10 +41,6 @@ class CppLibrary:
         self._lock = Lock()
         self._library: CDLL | None = None
         self._is_available: bool | None = None
-
-    def start_loading(self) -> None:
-        """Compiles or loads the functions in the background."""
-        start_background_thread(partial(self.is_available))
 
     def is_available(self) -> bool:
         """Whether this CPU has AVX-512 and the file compiles; a process tries and warns once."""
