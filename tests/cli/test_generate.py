@@ -345,6 +345,24 @@ def test_what_a_plain_run_imports(ranks: int, tiny, tmp_path: Path) -> None:
     assert not [name for name in names if f"{name}.".startswith(unused)]
 
 
+@pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B"])
+def test_a_plan_imports_no_compiler(task: str, tmp_path: Path) -> None:
+    """Although PyTorch's kernels for tensors without data would import it."""
+    script = (
+        "import sys\nfrom wan.cli.main import main\n"
+        "main(sys.argv[1:])\nprint('torch._dynamo' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, "--task", task, "--plan"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+        timeout=240,
+    )
+    assert "Plan: " in result.stdout and result.stdout.endswith("\nFalse\n"), result.stderr
+
+
 def test_help_begins_with_the_flags_of_every_day(capfd) -> None:
     with pytest.raises(SystemExit):
         generate.main(["--help"])

@@ -25,6 +25,7 @@ from wan.app import flag_parser as command_line
 from wan.app.resolve import ResolveContext, resolve_video
 from wan.media import video_writer
 from wan.media.video_writer import write_video
+from wan.modules.fused_ops import BlockOps
 from wan.pipeline.pipeline import Pipeline
 from wan.planner.measure import Planner
 from wan.settings.command import Output
@@ -300,3 +301,33 @@ def test_a_run_takes_no_more_than_planned(task: str, asked: Ask, tmp_path: Path)
     )
     planned = Planner(plan.setup, plan.params).compute_peak_bytes()
     assert live.peak_bytes.total() <= planned
+
+
+@pytest.mark.parametrize("task", ["t2v", "vace"])
+def test_small_operations_are_compiled_if_the_video_repays_it(
+    task: str, asked: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The work is the elements of the residual stream in all calls of the blocks."""
+    task_run, elements, compiled = asked(task), list[int](), list[str]()
+    compute = BlockOps.add_modulated_norm
+
+    def count_and_compute(ops: BlockOps, x_BLC: torch.Tensor, *args: Any) -> Any:
+        elements.append(x_BLC.numel())
+        return compute(ops, x_BLC, *args)
+
+    def make_eager(op: Callable[..., torch.Tensor], **_: object) -> Callable[..., torch.Tensor]:
+        compiled.append(op.__name__)
+        return op
+
+    monkeypatch.setattr(BlockOps, "add_modulated_norm", count_and_compute)
+    monkeypatch.setattr(torch, "compile", make_eager)
+    monkeypatch.setattr("wan.kernels.registry.MIN_ELEMENTS", 1)
+    argv = [*task_run.argv, "--device", "cpu", "--save_file", tmp_path / "v.mp4"]
+    assert run_generate(*argv) == 0
+    assert not compiled and elements
+    work = sum(elements)
+    for min_work, is_compiled in ((work, True), (work + 1, False)):
+        monkeypatch.setattr("wan.kernels.registry.MIN_WORK", min_work)
+        compiled.clear()
+        assert run_generate(*argv) == 0
+        assert bool(compiled) == is_compiled, work

@@ -451,6 +451,10 @@ REMOVES = {
         {"path.unlink", "self.path.unlink"},
         "the stream of this run, whose name `check_run_outputs` has checked",
     ),
+    "wan.utils.cpp_library": (
+        {"library.replace"},
+        "a library in the folder of compiled code, in which only the user can write",
+    ),
     "wan.serve.ranks.group": ({"path.replace"}, "a log in the journal of the service"),
     "wan.serve.jobs.folders": ({"path.unlink"}, "files of a job, by the names of the service"),
 }

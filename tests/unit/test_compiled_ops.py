@@ -210,6 +210,19 @@ def test_small_tensors_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None
     assert graphs.graph_counts == {"_gelu": 1}
 
 
+def test_only_videos_that_repay_compiling_use_compiled_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A short video after a long one is computed as it would be in a new process."""
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda x: torch.full_like(x, torch.nan))
+    run = CompiledOps(STEPS_BY_OP, min_elements=0, min_work=1000)
+    for work, is_compiled in ((999, False), (1000, True), (999, False)):
+        run.start_video(work)
+        with torch.inference_mode():
+            output = BlockOps(run_op=run).gelu(torch.zeros(1, 4, C))
+        assert output.isnan().all() == is_compiled
+
+
 @pytest.mark.parametrize("has_gradients", [False, True])
 def test_only_the_chosen_steps_are_compiled(
     has_gradients: bool, monkeypatch: pytest.MonkeyPatch

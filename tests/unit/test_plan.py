@@ -228,6 +228,26 @@ def test_two_real_ranks_hold_what_is_planned(tiny, argv: tuple[str, ...]) -> Non
     assert 0.95 * measured <= estimate_denoising_bytes(planned_run) <= 1.08 * measured
 
 
+def count_elements(task: str, *argv: object) -> int:
+    plan = resolve_plan("--task", task, "--size", "832*480", *argv)
+    return memory_estimate.count_block_elements(plan.setup, plan.params)
+
+
+def test_elements_that_the_small_operations_of_a_video_compute() -> None:
+    """By ranks, guidance, steps and blocks of frames, and independent of the number of clips."""
+    tokens = 6 * 30 * 52  # of 21 frames
+    short = ("--frame_num", 21, "--sample_steps", 4)
+    assert count_elements("t2v-1.3B", *short) == tokens * 1536 * 30 * 2 * 4
+    assert count_elements("t2v-1.3B", *short, "--sample_guide_scale", 1) == tokens * 1536 * 30 * 4
+    assert count_elements("t2v-1.3B", *short, "--cfg_size", 2) == tokens * 1536 * 30 * 4
+    ranks = ("--ulysses_size", 4, "--ring_size", 2)
+    assert count_elements("t2v-1.3B", *short, *ranks) == tokens * 1536 * 30
+    blocks = [count_elements("causal-1.3B", "--frame_num", 12 * n - 3) for n in (1, 4)]
+    assert blocks == [3 * 30 * 52 * 1536 * 30 * n * 4 for n in (1, 4)]
+    clips = [count_elements("s2v-14B", "--num_clip", n) for n in (1, 5)]
+    assert clips[0] == clips[1]
+
+
 TEXT_BOUND = ("--task", "t2v-1.3B", "--size", "64*64", "--frame_num", "1", "--device", "cuda")
 TWO_RANKS = (*TEXT_BOUND, "--ulysses_size", "2")
 

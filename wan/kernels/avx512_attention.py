@@ -2,8 +2,7 @@
 
 There PyTorch 2.13 converts bfloat16 to float32 before both products. This kernel multiplies
 bfloat16 and adds in float32, as PyTorch's kernel does on CPUs with AMX: about twice as fast, with
-the same rounding of the weights (see docs/attention_backends.md). Its C++ is compiled once (three
-seconds) and kept in the compiler's cache.
+the same rounding of the weights (see docs/attention_backends.md).
 
 Legend: B batch, S tokens, N heads, D head size.
 """
@@ -11,7 +10,6 @@ Legend: B batch, S tokens, N heads, D head size.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,8 +17,8 @@ from torch import Tensor
 
 from wan.kernels.interfaces import Kernel, Target
 from wan.kernels.sdpa import SdpaKernel
-from wan.utils.log import logger, summarize_error
-from wan.utils.torch_private import compile_cpp, has_amx, has_avx512_bf16
+from wan.utils.cpp_library import CppLibrary
+from wan.utils.torch_private import has_amx, has_avx512_bf16
 
 _COLUMNS, _MAX_HEAD = 64, 256  # head sizes are multiples; packed keys are padded to a multiple
 _PACKED_VALUES = 1 << 22  # of the heads that are computed together, or of one long head
@@ -30,7 +28,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 def make_cpu_kernel(target: Target) -> Kernel:
     """Makes the fastest kernel on this CPU; PyTorch's if the other one does not compile."""
     is_supported = target.dtype == torch.bfloat16 and is_supported_head(target.head_dim)
-    if is_supported and has_avx512_bf16() and not has_amx() and compiles():
+    if is_supported and has_avx512_bf16() and not has_amx() and LIBRARY.is_available():
         return Avx512Kernel()
     return SdpaKernel(target)
 
@@ -38,21 +36,6 @@ def make_cpu_kernel(target: Target) -> Kernel:
 def is_supported_head(head_dim: int) -> bool:
     """Whether the kernel computes heads of this size."""
     return head_dim % _COLUMNS == 0 and head_dim <= _MAX_HEAD
-
-
-@cache
-def compiles() -> bool:
-    """Whether the C++ functions can be loaded; a process tries and warns once."""
-    try:
-        load_library()
-    except Exception as error:  # any of the compiler, or of the folder of its cache
-        logger.warning(
-            "Attention is PyTorch's, because the faster kernel of this CPU does not compile: %s "
-            "(--attention_backend sdpa does not try).",
-            summarize_error(error),
-        )
-        return False
-    return True
 
 
 class Avx512Kernel:
@@ -73,7 +56,7 @@ def _attend(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> tuple[Tensor, Ten
     """Calls the C++ function; an operator, so that `--compile` can contain it."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q_BSND, k_BSND, v_BSND))
     (batch, q_len, heads, dim), k_len = q.shape, k.shape[1]
-    threads, library = torch.get_num_threads(), load_library()
+    threads, library = torch.get_num_threads(), LIBRARY.load()
     out_BSND, lse_BNS = _allocate_result(q, k, v)
     padded_len = -(-k_len // _COLUMNS) * _COLUMNS
     group = min(batch * heads, max(1, _PACKED_VALUES // (2 * padded_len * dim)))
@@ -98,11 +81,15 @@ def _allocate_result(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> tuple[Te
     return out_BSND, q_BSND.new_empty((batch, heads, q_len), dtype=torch.float32)
 
 
-@cache
-def load_library() -> ctypes.CDLL:
-    """Compiles or loads the C++ functions."""
-    library = compile_cpp(Path(__file__).with_suffix(".cpp").read_text())
+def _declare_attention(library: ctypes.CDLL) -> None:
     library.count_workspace_bytes.restype = _INT
     library.attend.restype = None
     library.attend.argtypes = [_POINTER] * 8 + [_INT] * 6 + [ctypes.c_float, ctypes.c_int]
-    return library
+
+
+LIBRARY = CppLibrary(
+    Path(__file__).with_suffix(".cpp"),
+    _declare_attention,
+    "Attention is PyTorch's (as with --attention_backend sdpa), because the faster kernel of this "
+    "CPU does not compile",
+)

@@ -4,6 +4,9 @@ A compiled function (`wan.modules.fused_ops`) reads and writes its tensors once 
 operation, which on a GPU is most of its time. On a CPU the threads synchronize once per function
 instead of once per slice. The other operations of a block are not compiled.
 
+Both results of a function may differ by rounding. So what is compiled for a video depends on its
+settings alone: not on the videos before it, nor on compiled code that has been kept.
+
 Legend: L this device's tokens, C channels.
 """
 
@@ -27,26 +30,45 @@ STEPS_BY_OP = {
 MIN_ELEMENTS = 1 << 22
 """L * C, of which the two durations below were measured, on two cores in bfloat16."""
 _COMPILE_SECONDS, _SAVED_SECONDS = 11, 0.019  # once; in each block
+MIN_WORK = 1 << 31
+"""Elements * blocks * forward passes that save as much time as compiling takes: 11 / 0.019 * 2^22,
+rounded."""
 
 
 class CompiledOps:
     """Implements `wan.modules.fused_ops.OpRunner`.
 
-    names: keys of STEPS_BY_OP. min_elements: tensors of fewer elements are computed eagerly.
-    Attribute compiled: the compiled functions by name.
+    Args:
+        names: Keys of STEPS_BY_OP.
+        min_elements: Tensors of fewer elements are computed eagerly.
+        min_work: Functions of videos with less work (`start_video`) are computed eagerly.
+
+    Attributes:
+        compiled: The compiled functions by name.
 
     Each function has a graph for the first number of tokens and one for any other, per dtype. If
     the compiler fails, the error is logged once as a warning, and everything runs eagerly.
     """
 
-    def __init__(self, names: Collection[str], min_elements: int = MIN_ELEMENTS) -> None:
+    def __init__(
+        self, names: Collection[str], min_elements: int = MIN_ELEMENTS, min_work: int = 0
+    ) -> None:
         self._steps = {step for name in names for step in STEPS_BY_OP[name]}
-        self._min_elements = min_elements
+        self._min_elements, self._min_work, self._repays = min_elements, min_work, not min_work
         self.compiled: dict[str, Callable[..., Tensor]] = {}
+
+    def start_video(self, work: int) -> None:
+        """Decides whether functions are compiled for a video.
+
+        Args:
+            work: Elements of the residual stream on a rank * blocks * forward passes.
+        """
+        self._repays = work >= self._min_work
 
     def __call__(self, op: Callable[..., Tensor], x: Tensor, /, *args: object) -> Tensor:
         name = op.__name__
-        if name not in self._steps or x.numel() < self._min_elements or torch.is_grad_enabled():
+        is_eager = name not in self._steps or x.numel() < self._min_elements or not self._repays
+        if is_eager or torch.is_grad_enabled():
             return op(x, *args)
         if name in self.compiled:
             return self.compiled[name](x, *args)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from wan.kernels.interfaces import divide_exactly
 from wan.settings.numerics import get_int8_slice_numel
 from wan.utils import torch_private
-from wan.utils.log import logger, summarize_error
+from wan.utils.cpp_library import CppLibrary
 
 MIN_CPP_NUMEL = 1 << 20  # of a weight: smaller layers do not repay compiling
 _CPP_DTYPES = torch.float32, torch.bfloat16
@@ -104,7 +104,7 @@ class W8A8Linear(nn.Module):
 
     def _uses_cpp(self, x: Tensor) -> bool:
         is_supported = x.device.type == "cpu" and self.dtype in _CPP_DTYPES
-        return is_supported and self.weight.numel() >= MIN_CPP_NUMEL and _has_compiled()
+        return is_supported and self.weight.numel() >= MIN_CPP_NUMEL and INT8_LIBRARY.is_available()
 
     def _apply_in_cpp(self, x: Tensor, table: Tensor | None = None) -> Tensor:
         x_LI = x.reshape(-1, self.in_features)
@@ -114,7 +114,7 @@ class W8A8Linear(nn.Module):
         return out_LO.view(*x.shape[:-1], self.out_features)
 
     def _multiply_in_cpp(self, x_LI: Tensor, out_LO: Tensor, table: Tensor | None) -> None:
-        library, threads = _load_int8_library(), torch.get_num_threads()
+        library, threads = INT8_LIBRARY.load(), torch.get_num_threads()
         x_LI, is_bfloat16 = self._smooth(x_LI).contiguous(), self.dtype == torch.bfloat16
         values_LI = torch.empty(x_LI.shape, dtype=torch.int8)
         scale_L1 = torch.empty(len(x_LI), 1)
@@ -185,29 +185,16 @@ def _make_gelu_table() -> Tensor:
     return F.pad(F.gelu(values, approximate="tanh"), (0, 1))
 
 
-@cache
-def _has_compiled() -> bool:
-    """Whether this CPU has AVX-512 and the C++ compiles; a process tries and warns once."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
-    try:
-        _load_int8_library()
-    except Exception as error:  # any of the compiler, or of the folder of its cache
-        logger.warning(
-            "int8 layers run without a compiler, which costs speed only: %s.",
-            summarize_error(error),
-        )
-        return False
-    return True
-
-
-@cache
-def _load_int8_library() -> ctypes.CDLL:
-    library = torch_private.compile_cpp(Path(__file__).with_suffix(".cpp").read_text())
+def _declare_int8_functions(library: ctypes.CDLL) -> None:
     pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.quantize_rows.restype = library.scale_products.restype = None
     library.quantize_rows.argtypes = [pointer, number, *[integer] * 2, *[pointer] * 2, number]
-    operands, sizes = [pointer] * 4, [integer] * 2
-    out = pointer, integer
+    operands, sizes, out = [pointer] * 4, [integer] * 2, (pointer, integer)
     library.scale_products.argtypes = [*operands, *sizes, *out, pointer, number, number]
-    return library
+
+
+INT8_LIBRARY = CppLibrary(
+    Path(__file__).with_suffix(".cpp"),
+    _declare_int8_functions,
+    "int8 layers run without a compiler, which costs speed only",
+)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan.kernels.compiled_ops import MIN_ELEMENTS, CompiledOps
+from wan.kernels.compiled_ops import MIN_ELEMENTS, MIN_WORK, CompiledOps
 from wan.kernels.fp8 import (
     ConvertLayout,
     Fp8Attention,
@@ -119,8 +119,12 @@ def select_kernels(
         if attention.fa_freq_cap is not None:
             frequency_cap = load("wan.kernels.npu.clock:FrequencyCap")(*attention.fa_freq_cap)
     elif fused_op_names:
-        min_elements = MIN_ELEMENTS if attention.fused_ops == ("auto",) else 0
-        compiled_ops = load("wan.kernels.compiled_ops:CompiledOps")(fused_op_names, min_elements)
+        is_auto = attention.fused_ops == ("auto",)
+        compiled_ops = load("wan.kernels.compiled_ops:CompiledOps")(
+            fused_op_names,
+            MIN_ELEMENTS if is_auto else 0,
+            MIN_WORK if is_auto and device.type == "cpu" else 0,
+        )
     return SelectedKernels(
         device.type,
         dense_kernel=make_dense_kernel(attention, target),

@@ -8,6 +8,7 @@ frame, height and width as D - 4*(D//6), 2*(D//6), 2*(D//6): 44/42/42 for 128.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -129,7 +130,10 @@ class RopeCache:
         """Returns the rows of this rank's tokens, which `shard` selects from the grid's table."""
         key = (grid, device, shard)
         if self._table is None or self._key != key:
-            cos, sin = make_rope_table(grid, self.head_dim)
+            if device.type == "meta":  # planning: only the sizes count
+                cos = sin = torch.zeros(()).expand(prod(grid), 1, self.head_dim)
+            else:
+                cos, sin = make_rope_table(grid, self.head_dim)
             cos, sin = (shard(rows[None], grid)[0].to(device) for rows in (cos, sin))
             self._table = (cos, sin)
             self._key = key

@@ -60,7 +60,7 @@ from wan.pipeline.video_loras import VideoLoraLoader
 from wan.settings.attention_modes import count_heads_per_chunk
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
-from wan.tasks.base import build_dit
+from wan.tasks.base import VideoParams, build_dit
 from wan.utils import system
 from wan.utils.log import StageTimer, logger
 from wan.utils.torch_private import has_amx, has_avx512_bf16, use_private_compiler_cache
@@ -118,6 +118,11 @@ def build_pipeline(
         if video_setup.keeps_kv_in_host_memory:
             logger.info("Kept keys and values do not fit on the device; host memory has them.")
         return video_setup.keeps_kv_in_host_memory
+
+    def select_ops(params: VideoParams) -> None:
+        if selected.compiled_ops is not None:
+            work = memory_estimate.count_block_elements(setup, params)
+            selected.compiled_ops.start_video(work)
 
     def make_components(expert: str) -> ModelComponents:
         components = replace(
@@ -178,6 +183,7 @@ def build_pipeline(
         encode_audio=loader.encode_audio,
         is_main=groups is None or groups.is_main,
         overlap_decoding=execution.overlap_decoding,
+        select_ops=select_ops,
         video_loras=VideoLoraLoader(
             device.torch_device,
             make_dit_dtype_rule(compute_dtype, execution.convert_model_dtype),

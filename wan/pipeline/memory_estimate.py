@@ -29,6 +29,7 @@ from wan.settings import devices
 from wan.settings.devices import Capabilities
 from wan.settings.errors import InputError
 from wan.settings.execution import count_block_buffers
+from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.parallel import Parallel
 from wan.tasks.base import VideoParams
 from wan.utils import system
@@ -262,6 +263,20 @@ def _estimate_text_encoder(setup: Setup, device: str) -> NetworkSize:
 def count_branches(params: VideoParams, parallel: Parallel) -> int:
     """Returns the number of guidance branches that a rank computes."""
     return 2 if params.uses_guidance and parallel.cfg_size == 1 else 1
+
+
+def count_block_elements(setup: Setup, params: VideoParams) -> int:
+    """Returns elements of the residual stream on a rank * blocks * forward passes of a video.
+
+    Of a video of clips, one counts: a later run may add clips, and all are computed alike.
+    """
+    checkpoint, parallel = setup.checkpoint, setup.parallel
+    num_local_tokens = -(-params.count_clip_tokens(1) // parallel.sequence_size)
+    num_blocks = checkpoint.config["num_layers"] + checkpoint.num_control_blocks
+    forward_latents = params.task.make_forward_params(params).latent_shape[1]
+    num_passes = len(make_noise_schedule(params).experts) * count_branches(params, parallel)
+    num_passes *= params.latent_shape[1] // forward_latents
+    return num_local_tokens * checkpoint.config["dim"] * num_blocks * num_passes
 
 
 def runs_in_lockstep(setup: Setup, params: VideoParams, device: str) -> bool:

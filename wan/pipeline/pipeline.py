@@ -222,6 +222,7 @@ class Pipeline:
         cancellation_point: Checked between denoising steps.
         is_main: This rank is the main rank (rank 0), which receives the frames.
         overlap_decoding: Each clip of a chain is decoded while the next one is denoised.
+        select_ops: Selects the operations of the blocks for a video.
         video_loras: Attaches the LoRAs of single videos.
     """
 
@@ -246,6 +247,7 @@ class Pipeline:
     cancellation_point: CancellationPoint = NEVER_CANCELLED
     is_main: bool = True
     overlap_decoding: bool = False
+    select_ops: Callable[[VideoParams], None] = lambda params: None
 
     def set_offload(self, offload: Offload) -> None:
         """Sets the offload mode for the next video; releases networks loaded for another mode."""
@@ -278,6 +280,7 @@ class Pipeline:
 
         assert isinstance(loop, BlockLoop)
         self.offload_manager.params = loop.params
+        self.select_ops(loop.params)
         loop.to(self.torch_device)
         try:
             with self.video_loras.attach(self.experts, loop.loras) as experts:
@@ -345,6 +348,7 @@ class Pipeline:
         with self.stage_timer("denoising"):
             loop.to(self.device.torch_device)
             self.step_cache.start_video(loop.params)
+            self.select_ops(loop.params)
             with self.video_loras.attach(self.experts, loop.loras) as experts:
                 latents = loop.advance(
                     experts,

@@ -59,6 +59,7 @@ from wan.utils.torch_private import (
     StorageTracker,
     init_fake_process_group,
     materialize_without_data,
+    skip_dynamo_in_meta_kernels,
 )
 
 META = torch.device("meta")
@@ -94,6 +95,7 @@ class Planner:
     """Measures a run with any topology and memory settings; measurements are cached."""
 
     def __init__(self, setup: Setup, params: VideoParams) -> None:
+        skip_dynamo_in_meta_kernels()
         self.setup, self.params = setup, params
         self.device = Device(META, memory_estimate.find_planned_capabilities(setup))
         self.precision = setup.execution.get_dit_precision(self.device.type)

@@ -84,6 +84,11 @@ def enable_huge_pages(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def find_cpp_compiler(environ: Mapping[str, str] = os.environ) -> str:
+    """Returns the command of the C++ compiler, which the variable CXX names as for PyTorch."""
+    return environ.get("CXX") or "g++"
+
+
 def check_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Checks that no unsupported environment variable is set.
 

@@ -5,13 +5,14 @@ Tested with the range of torch in `requirements.txt`; variants name the versions
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from ctypes import CDLL
 from datetime import timedelta
 from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -207,22 +208,6 @@ def set_up_compiler() -> None:
     config.cpp.vec_isa_ok = True  # g++ supports AVX; probing takes longer than compiling
 
 
-def compile_cpp(source: str) -> CDLL:
-    """Compiles C++ with OpenMP by Inductor's compiler, or loads it from Inductor's cache on disk.
-
-    The public `torch.utils.cpp_extension` needs ninja and compiles PyTorch's headers.
-
-    Raises:
-        Exception: Any error of the compiler or of the cache's folder.
-    """
-    from torch._inductor.codecache import CppCodeCache
-
-    set_up_compiler()
-    library = CppCodeCache.load(source)
-    assert isinstance(library, CDLL)
-    return library
-
-
 def has_avx512_bf16() -> bool:
     """Whether the CPU multiplies bfloat16 by AVX-512; there is no public function."""
     return torch.cpu._is_avx512_bf16_supported()
@@ -271,6 +256,23 @@ def materialize_without_data(network: nn.Module, sharded: bool) -> Iterator[Stor
         network.to_empty(device=tracker.device)
         tracker.exclude(_list_local_tensors(network))
         yield tracker
+
+
+def skip_dynamo_in_meta_kernels() -> None:
+    """Lets PyTorch's kernels for meta tensors, which are written in Python, run without Dynamo.
+
+    Each would import it (two seconds) only to exclude itself from tracing.
+    """
+    decompositions = torch._decomp
+    kernels: list[Any] = [
+        *decompositions.decomposition_table.values(),
+        *decompositions.meta_table.values(),
+    ]
+    while "torch._dynamo" not in sys.modules and kernels:
+        kernel = kernels.pop()
+        if isinstance(kernel, FunctionType) and "__dynamo_disable" not in vars(kernel):
+            vars(kernel)["__dynamo_disable"] = kernel  # what Dynamo would make of it
+            kernels += [cell.cell_contents for cell in kernel.__closure__ or ()]
 
 
 def _list_local_tensors(network: nn.Module) -> list[Tensor]:
@@ -339,6 +341,11 @@ class StorageTracker(TorchDispatchMode):
         self._label_stack = ["activations"]
         self._storages: dict[int, Any] = {}
         self._sizes: dict[int, tuple[str, int]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would import Dynamo to exclude this class from tracing."""
+        return False
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Excludes the storages of tensors, for example weights, from the count."""

@@ -2,8 +2,8 @@
 
 PyTorch's direct convolution reaches the speed of matrix products there, so only fewer operations
 are faster: Winograd's algorithm needs 16 products instead of 36 for 2x2 outputs, and 9 where the
-input is upsampled by two first. Norm, SiLU and padding are one pass. The C++ is compiled once and
-kept in the compiler's cache. docs/numerics.md states the rounding errors.
+input is upsampled by two first. Norm, SiLU and padding are one pass. docs/numerics.md states the
+rounding errors.
 
 Legend: C input channels, O output channels, F frames, H W rows/columns.
 """
@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from wan.utils.log import logger, summarize_error
-from wan.utils.torch_private import compile_cpp
+from wan.utils.cpp_library import CppLibrary
 
 _ROWS = 8  # output channels are padded to a multiple
 # Rows x columns of latents x width^2 above which a few frames repay the time of compiling.
@@ -36,24 +34,7 @@ def is_faster(weight: Tensor, base_width: int, num_latents: int) -> bool:
     """
     is_supported = weight.dtype == torch.float32 and weight.device.type == "cpu"
     is_large = num_latents * base_width**2 >= _MIN_OPERATIONS
-    return is_supported and is_large and is_available()
-
-
-@cache
-def is_available() -> bool:
-    """Whether this CPU has AVX-512 and the C++ compiles; a process tries and warns once."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
-    try:
-        load_winograd()
-    except Exception as error:  # any of the compiler, or of the folder of its cache
-        logger.warning(
-            "The VAE takes about twice as long, because its faster convolution does not compile: "
-            "%s.",
-            summarize_error(error),
-        )
-        return False
-    return True
+    return is_supported and is_large and WINOGRAD_LIBRARY.is_available()
 
 
 def convolve(
@@ -78,7 +59,7 @@ def convolve(
     out = last.new_empty(outer, num_frames, factor * (rows - 2), factor * (columns - 2))
     if out.is_meta:
         return out
-    library, threads = load_winograd(), torch.get_num_threads()
+    library, threads = WINOGRAD_LIBRARY.load(), torch.get_num_threads()
     depth = time * channels
     packed = last.new_empty(side**2, outer + -outer % _ROWS, depth)
     weight = conv.weight.contiguous()
@@ -106,7 +87,7 @@ def normalize(gamma: Tensor, x_CHW: Tensor, out_CHW: Tensor) -> None:
     """
     if out_CHW.is_meta:
         return
-    library, sizes = load_winograd(), (*x_CHW.shape, x_CHW.stride(0))
+    library, sizes = WINOGRAD_LIBRARY.load(), (*x_CHW.shape, x_CHW.stride(0))
     pointers = (x.data_ptr() for x in (x_CHW, gamma, out_CHW))
     library.normalize(*pointers, *sizes, torch.get_num_threads())
 
@@ -116,10 +97,7 @@ def _list_pointers(frames: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_voi
     return (ctypes.c_void_p * len(pointers))(*pointers)
 
 
-@cache
-def load_winograd() -> ctypes.CDLL:
-    """Compiles or loads the C++ functions."""
-    library = compile_cpp(Path(__file__).with_suffix(".cpp").read_text())
+def _declare_convolution(library: ctypes.CDLL) -> None:
     pointer, integer, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.count_workspace_floats.restype = integer
     library.count_workspace_floats.argtypes = [integer] * 3
@@ -127,4 +105,10 @@ def load_winograd() -> ctypes.CDLL:
     library.normalize.argtypes = [pointer] * 3 + [integer] * 4 + [threads]
     library.pack_weights.argtypes = [pointer] + [integer] * 4 + [pointer, threads]
     library.convolve.argtypes = [pointer] * 4 + [integer] * 9 + [pointer, threads]
-    return library
+
+
+WINOGRAD_LIBRARY = CppLibrary(
+    Path(__file__).with_suffix(".cpp"),
+    _declare_convolution,
+    "The VAE takes about twice as long, because its faster convolution does not compile",
+)
