@@ -42,7 +42,7 @@ def run_control(topology: Topology, tokens: int) -> tuple[bool, int]:
     )
 
     def attend() -> torch.Tensor:
-        keywords = {"valid_len": tokens, "step": step, "reference": None}  # those of a block
+        keywords = {"valid_len": tokens, "step": step, "further_keys": None}  # those of a block
         call = switchable_layer.start(qkv[0].flatten(2), 12, **keywords)
         for index, x in enumerate(qkv):
             call.write(index, x)

@@ -104,9 +104,9 @@ class IdleGapAttention:
             Variant("a head chunk", 0), base_layer, SINGLE_RANK
         )
 
-    def start(self, *_: Any, reference: LayerKeys | None = None, **context: Any) -> TensorCall:
-        """Starts a call; arguments as for `SelfAttention`, without a reference video."""
-        assert reference is None, "drop_unsupported_control has removed this control"
+    def start(self, *_: Any, further_keys: LayerKeys | None = None, **context: Any) -> TensorCall:
+        """Starts a call; arguments as for `SelfAttention`, without further keys."""
+        assert further_keys is None, "drop_unsupported_control has removed this control"
         return TensorCall(partial(self, **context))
 
     def __call__(self, *qkv_BsND: Tensor, **context: Any) -> Tensor:
