@@ -146,10 +146,11 @@ def test_the_page_has_the_scores_of_the_causal_student() -> None:
 
 @pytest.mark.slow
 def test_the_causal_student_draws_its_prompts() -> None:
+    """Of 25 shapes; the standard error of such a sample is 5 %."""
     model = WanCausal("causal-1.3B", DEMO / "causal-1.3B")
     video = {"frame_num": 81, "local_attn_size": 9}
-    rates = evaluate.score_causal(model, 10, video)["first"]
-    assert rates["colour"] >= 90 and rates["shape"] >= 80 and rates["motion"] >= 60, rates
+    rates = evaluate.score_causal(model, 20, video)["first"]
+    assert min(rates.values()) >= 80, rates
 
 
 def test_a_shape_is_replaced_where_the_mask_is(
