@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tools.demo import dit, score
+from tools.demo import causal, dit, score
 from tools.demo.evaluate import compute_rates, judge_shapes
 from tools.demo.render import render_scene
 from tools.demo.scenes import (
@@ -24,6 +24,8 @@ from tools.demo.scenes import (
 from tools.demo.text import TEXT_LEN, list_words, make_targets, make_tokenizer, tokenize_texts
 from tools.run_demo import I2V_PROMPT, PROMPTS
 from wan.kernels.sdpa import SdpaKernel
+from wan.modules.causal import WanCausalModel
+from wan.modules.kv_cache import KVCache
 from wan.settings.presets import PRESETS
 
 
@@ -134,3 +136,27 @@ def test_the_demo_prompts_are_held_out() -> None:
             actors.append(Actor(shape, colour, size, motions[verb], (0.5, 0.5), (0.5, 0.5)))
         scene = Scene(background, tuple(actors))
         assert make_caption(scene) == prompt and is_held_out(scene), prompt
+
+
+def test_the_causal_student_sees_in_training_what_it_sees_in_a_video() -> None:
+    """Noisy blocks beside clean ones against the cache's clean passes, which have their oracle."""
+    torch.manual_seed(0)
+    training, network = causal.TeacherForcedModel().eval(), WanCausalModel(in_dim=16, **dit.CONFIG)
+    torch.nn.init.normal_(training.head.head.weight)
+    network.eval().load_state_dict(training.state_dict())
+    clean, noisy = torch.randn(2, 2, 16, 12, 8, 8)
+    sigma, texts = torch.tensor([1.0, 0.5, 0.5, 0.25]), [torch.randn(n, 64) for n in (5, 9)]
+    with torch.no_grad():
+        velocities = training.predict(clean, noisy, sigma, texts)
+        first = training.predict(None, noisy[:, :, :3], sigma[:1].expand(2), texts)
+        for n in range(2):
+            cache = KVCache(9)
+            for block in range(4):
+                frames = slice(3 * block, 3 * block + 3)
+                further = {"kv_cache": cache, "start_frame": frames.start}
+                (expected,) = network(
+                    [noisy[n][:, frames]], 1000 * sigma[[block]], [texts[n]], 48, **further
+                )
+                torch.testing.assert_close(velocities[n][:, frames], expected, atol=1e-4, rtol=1e-4)
+                network([clean[n][:, frames]], torch.zeros(1), [texts[n]], 48, **further)
+    torch.testing.assert_close(first, velocities[:, :, :3], atol=1e-4, rtol=1e-4)

@@ -35,7 +35,7 @@ from tools.demo.scenes import (
     make_random_scene,
 )
 from tools.demo.score import DetectedShape, detect_shapes, find_foreground
-from wan import WanI2V, WanT2V
+from wan import WanCausal, WanI2V, WanT2V
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, make_output_path_type, run_program
 from wan.configs import WAN_CONFIGS
@@ -45,6 +45,7 @@ from wan.utils import log
 from wan.utils.files import OutputKind, write_output
 
 SIDE, LONG = 64, 249
+CAUSAL = ((81, 9, 0), (LONG - 12, 9, 0), (LONG - 12, 12, 3))  # frames, window, sink
 GRID = (4, 8, 20), (1.0, 3.0, 5.0)  # steps, guidance
 _SEED = 77
 
@@ -205,6 +206,24 @@ def score_drawings(model: Any, setting: Setting) -> dict[str, float]:
     return rates
 
 
+def score_causal(model: Any, prompts: int, video: dict[str, int]) -> dict[str, Any]:
+    """Scores videos of a causal student in the 81 frames of the motion, and in the last 81.
+
+    These may show a part of the way back, so their motions are not judged.
+
+    video: Keyword arguments of `generate`.
+    """
+    first, last = [], []
+    for number, scene in list_held_out_scenes(prompts):
+        caption = make_caption(scene)
+        pixels = to_pixels(model.generate(caption, size=(SIDE, SIDE), seed=number, **video))
+        first.append(judge_shapes(scene, detect_shapes(pixels[:81])))
+        last.append(judge_shapes(scene, detect_shapes(pixels[-81:])))
+    rates = {"first": compute_rates(first), "last": compute_rates(last)}
+    del rates["last"]["motion"]
+    return {**video, "prompts": prompts, **rates}
+
+
 def format_run_rows(runs: Iterable[tuple[str, Any, dict[str, Any]]], prompts: int) -> Iterator[str]:
     """Yields the lines of a table that compares t2v runs with the first run.
 
@@ -261,7 +280,7 @@ SCORES = OutputKind("scores of tools.demo.evaluate", _is_scores)
 @log.silence_thread()
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--checkpoint", type=Path, required=True, help="folder of both tasks")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="folder of the tasks")
     parser.add_argument("--report", type=make_output_path_type(SCORES), help="JSON file to write")
     parser.add_argument("--prompts", type=make_argument_type(integer(1, 10_000)), default=100)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
@@ -282,6 +301,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         if kind == "i2v":
             report["drawings"] = score_drawings(model, Setting(20, 3.0, 12, shift=shift))
             print("drawings", report["drawings"], flush=True)
+    causal = WanCausal("causal-1.3B", folder / "causal-1.3B", precision=options.precision)
+    report["causal"] = []
+    for frames, window, sink in CAUSAL:
+        video = {"frame_num": frames, "local_attn_size": window, "sink_size": sink}
+        prompts = options.prompts if frames < LONG // 2 else -(-options.prompts // 5)
+        report["causal"].append(score_causal(causal, prompts, video))
+        print("causal", report["causal"][-1], flush=True)
     if options.report:
         with write_output(options.report, SCORES) as temporary:
             temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

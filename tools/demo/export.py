@@ -102,7 +102,7 @@ def export_checkpoints(state: Path, out: Path) -> list[Path]:
             if kind == "t2v":
                 _write_shared(state, unfinished)
             else:
-                _link_shared(unfinished)
+                link_shared(unfinished)
             write_json(unfinished / "configuration.json", {"framework": "Pytorch"})
             write_json(unfinished / "generation_config.json", SHARED_SETTINGS | TASK_SETTINGS[kind])
     return [*folders.values()]
@@ -127,7 +127,7 @@ def _write_shared(state: Path, folder: Path) -> None:
     write_tokenizer(folder / _TOKENIZER, make_tokenizer())
 
 
-def _link_shared(folder: Path) -> None:
+def link_shared(folder: Path) -> None:
     (folder / "google").mkdir()
     for name in (_VAE, _TEXT):
         (folder / name).symlink_to(Path("..", "t2v-A14B", name))
