@@ -22,6 +22,7 @@ from wan.kernels.interfaces import SmallOps
 from wan.kernels.linear import Linear, multiply
 from wan.kernels.sdpa import SdpaKernel
 from wan.kernels.weight_only_linear import WeightOnlyLinear
+from wan.modules.blocks import FeedForward
 from wan.modules.fused_ops import BlockOps, compute_layer_norm, compute_rms_norm, modulated_norm
 from wan.modules.interfaces import ModelComponents, SingleDeviceAttention
 from wan.modules.model import WanModel, find_timestep_segments
@@ -359,6 +360,15 @@ def test_fused_product_and_gelu() -> None:
         linear.register_forward_hook(lambda _, args, y: y + 1)
         exact_linear.bias += 1
         assert (ops.linear_gelu(linear, x) - apply_exactly()).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_compiled_feed_forward_is_one_graph(dtype: torch.dtype) -> None:
+    feed_forward = FeedForward(48, 64, BlockOps(fuses_gelu=True)).to(dtype)
+    compiled = torch.compile(feed_forward, fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 5, 48).to(dtype)
+    with torch.no_grad():
+        assert_close(compiled(x), feed_forward(x))
 
 
 @pytest.mark.parametrize(("gated", "dtype"), [*product((True, False), DTYPES)])

@@ -38,6 +38,7 @@ def uses_onednn(x: Tensor) -> bool:
 
     PyTorch rounds the product with a strided x before it adds the bias, so that is left to it.
     """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
     is_supported = x.device.type == "cpu" and x.dtype == torch.bfloat16 and has_onednn_bf16()
-    is_plain_call = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return is_supported and is_plain_call and x.numel() > 0 and x.is_contiguous()
+    return is_supported and x.numel() > 0 and x.is_contiguous()
