@@ -368,7 +368,7 @@ def test_a_compiled_feed_forward_is_one_graph(dtype: torch.dtype) -> None:
     compiled = torch.compile(feed_forward, fullgraph=True, backend="aot_eager")
     x = torch.randn(1, 5, 48).to(dtype)
     with torch.no_grad():
-        assert_close(compiled(x), feed_forward(x))
+        assert_close(compiled(x), feed_forward(x), rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize(("gated", "dtype"), [*product((True, False), DTYPES)])
