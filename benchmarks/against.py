@@ -90,7 +90,8 @@ from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from diffusers.utils import export_to_video
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-folder, out, prompt, negative, width, height, frames, steps, *guidance = sys.argv[1:]
+folder, out, precision, prompt, negative, width, height, frames, steps, *guidance = sys.argv[1:]
+dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
 seconds = dict.fromkeys(("text", "denoising", "decoding", "writing"), 0.0)
 
 
@@ -114,8 +115,8 @@ parts = {"vae": load("decoding", AutoencoderKLWan, "vae", torch.float32)}
 parts["text_encoder"] = load("text", UMT5EncoderModel, "text_encoder", torch.bfloat16)
 for name in ("transformer", "transformer_2"):
     if index.get(name, [None])[0]:
-        parts[name] = load("denoising", WanTransformer3DModel, name, torch.bfloat16)
-pipe = WanPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16, **parts)
+        parts[name] = load("denoising", WanTransformer3DModel, name, dtype)
+pipe = WanPipeline.from_pretrained(folder, torch_dtype=dtype, **parts)
 if torch.cuda.is_available():
     pipe.enable_model_cpu_offload()
 pipe.encode_prompt = timed("text", pipe.encode_prompt)
@@ -267,7 +268,7 @@ def run_side(who: str, folder: Path, options: argparse.Namespace, out: Path) -> 
     scales = [f"{scale:g}" for scale in options.guidance]
     if who == "theirs":
         request = [PROMPT, PRESETS[options.task].negative_prompt, *options.size.split("*")]
-        values = [str(folder), str(file), *request, frames, steps, *scales]
+        values = [str(folder), str(file), options.precision, *request, frames, steps, *scales]
         usage = measure_command([sys.executable, "-c", THEIRS, *values])
         stages = json.loads(Path(f"{file}.seconds").read_text())
         return {**usage, "stages": _split_stages(stages, usage["seconds"])}
@@ -280,7 +281,7 @@ def run_side(who: str, folder: Path, options: argparse.Namespace, out: Path) -> 
         return measure_command([sys.executable, "generate.py", *flags], options.official)
     flags += ["--ckpt_dir", str(folder), "--sample_guide_scale", ",".join(scales)]
     usage = measure_command(
-        [sys.executable, "-c", OURS, *flags, "--precision", "bf16", *options.given]
+        [sys.executable, "-c", OURS, *flags, "--precision", options.precision, *options.given]
     )
     record = json.loads(file.with_suffix(".json").read_text())
     return {**usage, "stages": _split_stages(record["seconds"], usage["seconds"])}
@@ -320,6 +321,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=[5.0],
         help="guidance scales LOW HIGH, or one for both",
     )
+    parser.add_argument(
+        "--precision",
+        choices=["bf16", "fp32"],
+        default="bf16",
+        help="of the DiT; diffusers' text encoder stays in bf16",
+    )
     parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=5)
     parser.add_argument("--cache", nargs="+", choices=["cold", "warm"], default=["cold", "warm"])
     parser.add_argument(
@@ -332,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--task {options.task} needs --folder")
     if (options.official is None) != (options.official_folder is None):
         parser.error("--official and --official_folder need each other")
-    names = ("task", "size", "frames", "steps")
+    names = ("task", "size", "frames", "steps", "precision")
     settings: dict[str, Any] = {name: getattr(options, name) for name in names}
     settings["guidance"] = options.guidance[0] if len(options.guidance) == 1 else options.guidance
     sides = ["ours", "theirs"] + ["official"] * (options.official is not None)
