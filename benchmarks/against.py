@@ -321,12 +321,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=[5.0],
         help="guidance scales LOW HIGH, or one for both",
     )
-    parser.add_argument(
-        "--precision",
-        choices=["bf16", "fp32"],
-        default="bf16",
-        help="of the DiT; diffusers' text encoder stays in bf16",
-    )
+    help_text = "of the DiT; diffusers' text encoder stays in bf16"
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16", help=help_text)
     parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=5)
     parser.add_argument("--cache", nargs="+", choices=["cold", "warm"], default=["cold", "warm"])
     parser.add_argument(
