@@ -32,8 +32,8 @@ from wan.checkpoint.load import keep_sources
 from wan.device import Device
 from wan.modules.reference_kv import ReferenceKV, ReferenceLayout, ReferencePass
 from wan.pipeline import memory_estimate, offload
+from wan.pipeline.memory_estimate import RESERVED_BYTES
 from wan.pipeline.offload import stream_blocks
-from wan.pipeline.pipeline import RESERVED_BYTES
 from wan.tasks.base import Inputs
 
 NPU = torch.device("npu", 0)

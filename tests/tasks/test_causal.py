@@ -199,8 +199,8 @@ def test_keys_that_fit_only_into_host_memory_are_there(
     need = estimate_run(run)["denoising"].total()
     least = need - kept + kept * 3 // 30
     table = {  # bytes of the device, of the host (page-locked memory: up to twice the tensors)
-        (need, None): False,
-        (need - 1, None): True,
+        (need + (1 << 30), None): False,  # 1 GiB to spare
+        (need + (1 << 30) - 1, None): True,
         (least, 2 * kept): True,
         (least - 1, None): False,
         (least, 2 * kept - 1): False,

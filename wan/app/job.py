@@ -328,8 +328,9 @@ class VideoJob:
             self.save_denoised_latents(latents.join())
         if self.run.decode_latents is None:
             self._move_or_remove_latents()
-        if self.run.params.num_frame_per_block is not None:
-            self._clips.remove_clips()
+            if self.run.params.num_frame_per_block is not None:
+                self._clips.remove_clips()
+                self._num_stored_clips = 0
         self._finish_run(encoder.size, power)
 
     def _release_other_ranks(self, meter: VideoMeter | None) -> None:

@@ -16,19 +16,23 @@ from wan.utils.torch_private import has_onednn_bf16, multiply_with_onednn
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` by `multiply`."""
+    """`nn.Linear`, computed by oneDNN's kernel where that is possible."""
 
     def forward(self, x: Tensor) -> Tensor:
         return multiply(x, self.weight, self.bias)
 
     def forward_gelu(self, x: Tensor) -> Tensor | None:
         """Computes GELU (tanh) of the result in the same kernel; None: it cannot be computed so."""
-        return multiply_with_onednn(x, self.weight, self.bias, True) if uses_onednn(x) else None
+        has_one_dtype = x.dtype == self.weight.dtype == self.bias.dtype
+        if not (has_one_dtype and uses_onednn(x)):
+            return None
+        return multiply_with_onednn(x, self.weight, self.bias, gelu=True)
 
 
 def multiply(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Computes x W^T + bias of tensors of one dtype, [..., O]."""
-    if bias_O is not None and uses_onednn(x):
+    has_one_dtype = bias_O is not None and x.dtype == weight_OI.dtype == bias_O.dtype
+    if has_one_dtype and uses_onednn(x):
         return multiply_with_onednn(x, weight_OI, bias_O)
     return F.linear(x, weight_OI, bias_O)
 

@@ -47,7 +47,6 @@ from wan.modules.vae import video_vae
 from wan.modules.vae.video_vae import VideoVAE
 from wan.pipeline import memory_estimate
 from wan.pipeline.pipeline import (
-    RESERVED_BYTES,
     Experts,
     LazyModule,
     OffloadManager,
@@ -113,8 +112,10 @@ def build_pipeline(
         params, num_bytes = loader.offload_manager.params, device.process_memory()
         if params is None or num_bytes is None:
             return False
-        free, host_memory = num_bytes - RESERVED_BYTES, system.read_available_memory()
-        video_setup = memory_estimate.place_kept_kv(setup, params, device.type, free, host_memory)
+        host_memory = system.read_available_memory()
+        video_setup = memory_estimate.place_kept_kv(
+            setup, params, device.type, num_bytes, host_memory
+        )
         if video_setup.keeps_kv_in_host_memory:
             logger.info("Kept keys and values do not fit on the device; host memory has them.")
         return video_setup.keeps_kv_in_host_memory

@@ -38,6 +38,7 @@ Usage = Counter[str]
 """Bytes by purpose: "DiT weights", "latents", ... (printed by `--plan`)."""
 
 # Copies of the latents that the solver and both branches hold during a forward, as a test measures.
+RESERVED_BYTES = 1 << 30  # of a device, for kernels and fragmentation
 LATENT_COPIES = 6
 # Bytes per pixel of the published VAEs in float32 with one, two and three latent frames, and for
 # each further latent frame, as the planner measures them for very large frames. Small frames take
@@ -358,7 +359,8 @@ def place_kept_kv(
     # PyTorch rounds each page-locked tensor up to a power of two.
     host_bytes = 2 * _estimate_dit(setup, params, device).per_clip["kept K/V"]
     fits_host = host_memory is None or host_bytes * system.count_local_ranks() <= host_memory
-    return in_host_memory if needs[1] <= free < needs[0] and fits_host else setup
+    fits_device = needs[0] + RESERVED_BYTES <= free
+    return in_host_memory if needs[1] <= free and not fits_device and fits_host else setup
 
 
 def _get_usage_per_clip(setup: Setup, size: NetworkSize, device: str) -> Usage:

@@ -25,6 +25,7 @@ from wan.pipeline.denoise import (
     DenoisingLoop,
     RunBranches,
 )
+from wan.pipeline.memory_estimate import RESERVED_BYTES
 from wan.pipeline.preview import Preview
 from wan.pipeline.vae_runner import VaeRunner
 from wan.pipeline.video_loras import VideoLoraLoader
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from wan.modules.model import WanModel
     from wan.pipeline.offload import OffloadedModule
 
-RESERVED_BYTES = 1 << 30  # bytes reserved for kernels and fragmentation
 _BLOCK_SIZE = 3  # latent frames that are decoded between two checks for a cancellation
 
 

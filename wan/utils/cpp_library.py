@@ -19,6 +19,7 @@ import torch
 from wan.utils.compiler_cache import prepare_compiler_cache
 from wan.utils.env import find_cpp_compiler
 from wan.utils.log import logger, summarize_error
+from wan.utils.system import read_cpu_features
 
 # Products and sums are rounded one by one.
 _FLAGS = (
@@ -54,7 +55,9 @@ class CppLibrary:
     def load(self) -> CDLL:
         """Returns the functions; only where they are available."""
         if self._library is None:
-            assert self.is_available() and self._library is not None, "callers test it first"
+            self.is_available()
+        if self._library is None:
+            raise RuntimeError(f"{self._source.name} is not available; test it first.")
         return self._library
 
     def _try_loading(self) -> None:
@@ -76,7 +79,8 @@ def _compile_cpp(source: Path) -> Path:
         InputError: The folder that the user named for compiled code cannot be used.
     """
     compiler, text = find_cpp_compiler(), source.read_bytes()
-    digest = hashlib.sha256("\n".join((compiler, *_FLAGS, "")).encode() + text).hexdigest()
+    inputs = "\n".join((compiler, *_FLAGS, str(read_cpu_features()), "")).encode()
+    digest = hashlib.sha256(inputs + text).hexdigest()
     output = prepare_compiler_cache() / f"{source.stem}-{digest[:16]}.so"
     with output.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one rank compiles, the others wait
