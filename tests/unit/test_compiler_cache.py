@@ -106,6 +106,22 @@ def test_folders_that_a_variable_may_name(tmp_path: Path) -> None:
     assert get_mode(readable) == 0o755 and get_mode(tmp_path / "new" / "cache") == 0o700
 
 
+def test_a_folder_that_another_rank_removes_is_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there when its parent is listed, and gone when it is listed itself."""
+    scandir, named = os.scandir, tmp_path / "compiled"
+
+    def remove_and_list(folder: Path) -> object:
+        if Path(folder).name == "temporary":
+            Path(folder).rmdir()
+        return scandir(folder)
+
+    (named / "temporary").mkdir(parents=True, mode=0o700)
+    monkeypatch.setattr(os, "scandir", remove_and_list)
+    assert prepare_compiler_cache({VARIABLE: str(named)}) == named
+
+
 def test_without_a_variable(tmp_path: Path) -> None:
     """A folder in the user's cache folder; another run finds it again."""
     home, torch_folder = tmp_path / "home", Path(tempfile.gettempdir()) / "torchinductor_user"

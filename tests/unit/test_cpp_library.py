@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -55,6 +56,15 @@ def test_compiled_once_for_ranks_and_later_processes(compiler: Path, tmp_path: P
     assert changed.load().subtract(2, 3, 4) == 10
     assert count_calls(compiler) == 2
     assert {path.suffix for path in (tmp_path / "compiled").iterdir()} == {".so", ".lock"}
+
+
+def test_others_cannot_write_its_files(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        assert make_library(tmp_path / "source.cpp").is_available()
+    finally:
+        os.umask(umask)
+    assert not any(path.stat().st_mode & 0o022 for path in (tmp_path / "compiled").iterdir())
 
 
 @pytest.mark.parametrize("missing", ["compiler", "private folder", "function"])

@@ -4,7 +4,7 @@ A compiled function (`wan.modules.fused_ops`) reads and writes its tensors once 
 operation, which on a GPU is most of its time. On a CPU the threads synchronize once per function
 instead of once per slice. The other operations of a block are not compiled.
 
-Both results of a function may differ by rounding. So what is compiled for a video depends on its
+Both results of a function may differ by rounding. So the choice for a video depends on its
 settings alone: not on the videos before it, nor on compiled code that has been kept.
 
 Legend: L this device's tokens, C channels.

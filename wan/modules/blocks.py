@@ -138,7 +138,7 @@ class FeedForward(nn.Sequential):
     """Two linear layers, `0` and `2`, with GELU between them."""
 
     def __init__(self, dim: int, hidden_dim: int, ops: BlockOps) -> None:
-        super().__init__(Linear(dim, hidden_dim), TanhGELU(ops), Linear(hidden_dim, dim))
+        super().__init__(Linear(dim, hidden_dim), nn.Identity(), Linear(hidden_dim, dim))
         self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Keys and values of layers in page-locked host memory, copied to the device layer by layer.
 
 While a layer computes, the keys and values of the next one are copied on a separate stream. Its
-copies run in order, so that rows that a layer has written back are there before they are read.
+copies run in order, so that rows that a layer has written back are read only afterwards.
 
 Legend: T latent frames, A tokens of a frame, N heads of a chunk on this rank, D head size.
 """

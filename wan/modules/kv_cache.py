@@ -8,7 +8,7 @@ The place of a frame in the cache follows from its number alone. So the keys of 
 those of its earlier forward passes, however many there are, and the first pass of a block
 replaces the frames that leave the window.
 
-Where they do not fit on the device, they are in host memory: before a layer computes, its own are
+Where they do not fit on the device, they are in host memory: before a layer computes, its keys are
 copied to the device (`wan.modules.host_kv`), and the frames that it replaces are written back.
 
 Legend: S tokens, N heads of a chunk on this rank, D head size, T frames in the cache, A tokens of a

@@ -130,8 +130,11 @@ def _find_problem(folder: Path) -> str | None:
             return f"lies behind {path}, which {problem}"
     is_open, folders = bool(status.st_mode & 0o011), [real_folder]
     while folders:
-        for entry in os.scandir(folders.pop()):
-            with suppress(FileNotFoundError):  # another rank has removed it
+        entries = list[os.DirEntry[str]]()
+        with suppress(FileNotFoundError):  # another rank has removed the folder
+            entries += os.scandir(folders.pop())
+        for entry in entries:
+            with suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 checks_mode = is_open and not stat.S_ISLNK(status.st_mode)
                 if problem := _describe_access(status, checks_mode=checks_mode):

@@ -82,7 +82,9 @@ def _compile_cpp(source: Path) -> Path:
     inputs = "\n".join((compiler, *_FLAGS, str(read_cpu_features()), "")).encode()
     digest = hashlib.sha256(inputs + text).hexdigest()
     output = prepare_compiler_cache() / f"{source.stem}-{digest[:16]}.so"
-    with output.with_suffix(".lock").open("w") as lock:
+    lock_file = output.with_suffix(".lock")
+    lock_file.touch(mode=0o600)  # whatever the umask is: others must not write in the folder
+    with lock_file.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one rank compiles, the others wait
         if not output.exists():
             with TemporaryDirectory(dir=output.parent) as folder:
@@ -91,5 +93,6 @@ def _compile_cpp(source: Path) -> Path:
                 process = subprocess.run(command, capture_output=True, text=True, errors="replace")
                 if process.returncode:
                     raise RuntimeError(f"{compiler} has failed: {process.stderr}")
+                library.chmod(0o700)
                 library.replace(output)
     return output
