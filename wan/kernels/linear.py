@@ -1,7 +1,7 @@
-"""Linear layers of a block: one kernel of oneDNN in bfloat16 on CPUs, else PyTorch's.
+"""Linear layers of a block: kernels of oneDNN (bfloat16) and AMX (float32) on CPUs, else PyTorch's.
 
-There PyTorch writes the bias first and adds the product to it. oneDNN adds the bias to the sums
-before it writes them, with the same bits, and can apply GELU to them.
+In bfloat16 PyTorch writes the bias first and adds the product to it. oneDNN adds the bias to the
+sums before it writes them, with the same bits, and can apply GELU to them.
 
 Legend: I input channels, O output channels.
 """
@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wan.kernels.amx_linear import multiply_with_amx, uses_amx
 from wan.utils.torch_private import has_onednn_bf16, multiply_with_onednn
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, computed by oneDNN's kernel where that is possible."""
+    """`nn.Linear`, computed by the faster kernels where that is possible."""
 
     def forward(self, x: Tensor) -> Tensor:
         return multiply(x, self.weight, self.bias)
@@ -34,6 +35,8 @@ def multiply(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     has_one_dtype = bias_O is not None and x.dtype == weight_OI.dtype == bias_O.dtype
     if has_one_dtype and uses_onednn(x):
         return multiply_with_onednn(x, weight_OI, bias_O)
+    if uses_amx(x, weight_OI, bias_O):
+        return multiply_with_amx(x, weight_OI, bias_O)
     return F.linear(x, weight_OI, bias_O)
 
 
