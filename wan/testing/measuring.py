@@ -18,6 +18,7 @@ from torch.autograd import DeviceType
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
+from wan.kernels.amx_linear import LINEAR_AMX
 from wan.utils.torch_private import ONEDNN_LINEAR
 
 CPU = torch.device("cpu")
@@ -100,7 +101,7 @@ class RecordProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is F.linear or func is ONEDNN_LINEAR:
+        if func in (F.linear, ONEDNN_LINEAR, LINEAR_AMX):
             self.linear.append((func, args))
         elif func is F.scaled_dot_product_attention:
             self.attention.append((func, args))
