@@ -1,4 +1,4 @@
-"""Linear layers in float32 on CPUs with AMX: errors, and bits of rows."""
+"""Products in float32 and int8 on CPUs with AMX: errors, and bits of rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from wan.kernels.amx_linear import uses_amx
+from wan.kernels.amx_linear import can_multiply_int8, multiply_int8_with_amx, uses_amx
 from wan.kernels.linear import multiply
 from wan.utils.torch_private import has_amx
 
@@ -71,3 +71,20 @@ def test_what_pytorch_multiplies() -> None:
             assert torch.equal(multiply(*tensors), F.linear(*tensors))
     assert uses_amx(x, weight, bias) is False
     assert multiply(x.requires_grad_(), weight, bias).requires_grad
+
+
+@pytest.mark.parametrize(("rows", "inputs", "columns"), [(1, 64, 32), (2083, 3136, 544)])
+def test_int8_products_are_exact(rows: int, inputs: int, columns: int) -> None:
+    """Also of -128, and of more inputs than a block has."""
+    assert can_multiply_int8(inputs, columns)
+    assert not can_multiply_int8(inputs - 32, columns) and not can_multiply_int8(
+        inputs, columns - 16
+    )
+    generator = torch.Generator().manual_seed(0)
+    a, b = (
+        torch.randint(-128, 128, (n, inputs), dtype=torch.int8, generator=generator)
+        for n in (rows, columns)
+    )
+    out = torch.full((rows, columns), -1, dtype=torch.int32)
+    multiply_int8_with_amx(a, b, out)
+    assert torch.equal(out, (a.double() @ b.double().T).int())

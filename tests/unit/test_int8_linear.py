@@ -57,13 +57,13 @@ def test_rounds_its_parameters_to_the_model_dtype() -> None:
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs a CPU with AVX-512"
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("columns", [40, 33])
+@pytest.mark.parametrize(("rows", "columns"), [(1043, 40), (1043, 33), (2080, 64)])
 def test_in_cpp_bit_for_bit(
-    dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Odd sizes, several slices, zeros, halves between integers, and a layer without a bias."""
+    """Odd sizes and those of AMX, several slices, zeros, halves between integers, and a layer without a bias."""
     monkeypatch.setattr("wan.kernels.int8_linear.MIN_CPP_NUMEL", 0)
-    linear = make_layer(1043, columns, dtype=dtype, smooth=columns == 33)
+    linear = make_layer(rows, columns, dtype=dtype, smooth=columns == 33)
     x = torch.randn(2055, columns, generator=torch.Generator().manual_seed(3)).mul(3).to(dtype)
     x[1] = torch.linspace(-127, 127, 2 * columns)[:columns].div(0.5).round().div(2)
     out = linear(x)

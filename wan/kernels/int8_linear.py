@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wan.kernels.amx_linear import can_multiply_int8, multiply_int8_with_amx
 from wan.kernels.interfaces import divide_exactly
 from wan.settings.numerics import get_int8_slice_numel
 from wan.utils import torch_private
@@ -29,6 +30,7 @@ from wan.utils.cpp_library import CppLibrary
 MIN_CPP_NUMEL = 1 << 20  # of a weight: smaller layers do not repay compiling
 _CPP_DTYPES = torch.float32, torch.bfloat16
 _CPP_ROWS, _CPP_COLUMNS = 2048, 512  # of a product: 4 MiB of sums; tokens and output channels
+_AMX_COLUMNS = 2048  # the kernel packs the tokens once per product
 _CUDA_ROWS, _CUDA_MULTIPLE = 32, 8  # CUDA's int8 product needs 17 rows or more, sizes 8n
 
 
@@ -120,12 +122,17 @@ class W8A8Linear(nn.Module):
         scale_L1 = torch.empty(len(x_LI), 1)
         pointers = values_LI.data_ptr(), scale_L1.data_ptr()
         library.quantize_rows(x_LI.data_ptr(), is_bfloat16, *x_LI.shape, *pointers, threads)
-        memory = torch.empty(len(x_LI) * _CPP_COLUMNS, dtype=torch.int32)
-        for first in range(0, self.out_features, _CPP_COLUMNS):
-            columns = slice(first, first + _CPP_COLUMNS)
+        uses_amx = can_multiply_int8(self.in_features, self.out_features)
+        step = _AMX_COLUMNS if uses_amx else _CPP_COLUMNS
+        memory = torch.empty(len(x_LI) * step, dtype=torch.int32)
+        for first in range(0, self.out_features, step):
+            columns = slice(first, first + step)
             weight_OI, out = self.weight[columns], out_LO[:, columns]
             sums_LO = memory[: out.numel()].view(out.shape)
-            torch_private.int8_matmul(values_LI, weight_OI.t(), out=sums_LO)
+            if uses_amx:
+                multiply_int8_with_amx(values_LI, weight_OI, sums_LO)
+            else:
+                torch_private.int8_matmul(values_LI, weight_OI.t(), out=sums_LO)
             library.scale_products(
                 sums_LO.data_ptr(),
                 self.weight_scale[columns].data_ptr(),
