@@ -61,7 +61,7 @@ def test_rounds_its_parameters_to_the_model_dtype() -> None:
 def test_in_cpp_bit_for_bit(
     dtype: torch.dtype, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Odd sizes, AMX, several slices, zeros, halves between integers, and a layer without a bias."""
+    """Odd sizes, AMX, slices, zeros, halves between integers, and a layer without a bias."""
     monkeypatch.setattr("wan.kernels.int8_linear.MIN_CPP_NUMEL", 0)
     linear = make_layer(rows, columns, dtype=dtype, smooth=columns == 33)
     x = torch.randn(2055, columns, generator=torch.Generator().manual_seed(3)).mul(3).to(dtype)
