@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.dist import Ranks
 from tests.pipelines import build_quick_pipeline, resolve_argv
 from wan.cli import main as generate
+from wan.kernels.amx_linear import LINEAR_AMX
 from wan.pipeline import time_estimate
 from wan.testing.random_checkpoint import make_checkpoint
 
@@ -25,7 +28,12 @@ def test_the_operations_are_those_that_pytorch_counts(task: str, tmp_path: Path)
     """With guidance, and block by block with kept keys."""
     folder = make_checkpoint(task, tmp_path / task, sizes=SIZES)
     run, pipeline = build_quick_pipeline(folder, "--task", task, "--sample_steps", "2", *FLAGS)
-    with FlopCounterMode(display=False) as counter:
+
+    def count_linear(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+        return 2 * math.prod(x) * weight[0]
+
+    mapping = {LINEAR_AMX.overloadpacket: count_linear}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         pipeline.generate_latents(run.params, run.inputs)
     count = time_estimate.count_denoising_operations(run.setup, run.params)
     assert count == pytest.approx(counter.get_total_flops(), rel=0.1)

@@ -54,7 +54,7 @@ def multiply_with_amx(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Te
     x, weight_OI = x.contiguous(), weight_OI.contiguous()
     bias_O = None if bias_O is None else bias_O.contiguous()
     out_channels, in_channels = weight_OI.shape
-    out = x.new_empty(*x.shape[:-1], out_channels)
+    out = _allocate_result(x, weight_OI, bias_O)
     workspace = x.new_empty(library.count_workspace_bytes(threads), dtype=torch.uint8)
     library.multiply_float32(
         x.data_ptr(),
@@ -66,6 +66,11 @@ def multiply_with_amx(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Te
         threads,
     )
     return out
+
+
+@multiply_with_amx.register_fake
+def _allocate_result(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight_OI))
 
 
 def can_multiply_int8(in_channels: int, out_channels: int) -> bool:
