@@ -54,7 +54,7 @@ def multiply_with_amx(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Te
     x, weight_OI = x.contiguous(), weight_OI.contiguous()
     bias_O = None if bias_O is None else bias_O.contiguous()
     out_channels, in_channels = weight_OI.shape
-    out = _allocate_result(x, weight_OI, bias_O)
+    out = _allocate_product(x, weight_OI, bias_O)
     workspace = x.new_empty(library.count_workspace_bytes(threads), dtype=torch.uint8)
     library.multiply_float32(
         x.data_ptr(),
@@ -69,7 +69,7 @@ def multiply_with_amx(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Te
 
 
 @multiply_with_amx.register_fake
-def _allocate_result(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+def _allocate_product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight_OI))
 
 
