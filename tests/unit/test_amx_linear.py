@@ -86,5 +86,5 @@ def test_int8_products_are_exact(rows: int, inputs: int, columns: int) -> None:
         for n in (rows, columns)
     )
     out = torch.full((rows, columns), -1, dtype=torch.int32)
-    multiply_int8_with_amx(a, b, out)
+    multiply_int8_with_amx(a, b.T.contiguous().T, out)
     assert torch.equal(out, (a.double() @ b.double().T).int())

@@ -80,10 +80,11 @@ def can_multiply_int8(in_channels: int, out_channels: int) -> bool:
 
 
 def multiply_int8_with_amx(a_LI: Tensor, b_OI: Tensor, out_LO: Tensor) -> None:
-    """Writes a b^T of int8 matrices exactly to an int32 matrix; all are contiguous."""
+    """Writes a b^T of int8 matrices exactly to a contiguous int32 matrix."""
     library, threads = AMX_LIBRARY.load(), torch.get_num_threads()
+    a_LI, b_OI = a_LI.contiguous(), b_OI.contiguous()
     workspace = a_LI.new_empty(library.count_workspace_bytes(threads))
-    pointers = (x.data_ptr() for x in (a_LI, b_OI.contiguous(), out_LO))
+    pointers = (x.data_ptr() for x in (a_LI, b_OI, out_LO))
     library.multiply_int8(*pointers, *a_LI.shape, len(b_OI), workspace.data_ptr(), threads)
 
 

@@ -30,7 +30,7 @@ from wan.utils.cpp_library import CppLibrary
 MIN_CPP_NUMEL = 1 << 20  # of a weight: smaller layers do not repay compiling
 _CPP_DTYPES = torch.float32, torch.bfloat16
 _CPP_ROWS, _CPP_COLUMNS = 2048, 512  # of a product: 4 MiB of sums; tokens and output channels
-_AMX_COLUMNS = 2048  # the kernel packs the tokens once per product
+_AMX_COLUMNS = 2048  # 16 MiB of sums: the kernel packs the tokens once per product
 _CUDA_ROWS, _CUDA_MULTIPLE = 32, 8  # CUDA's int8 product needs 17 rows or more, sizes 8n
 
 
