@@ -2,7 +2,7 @@
 
 Each float32 value is exactly the sum of three bfloat16 values, whose products AMX adds in float32:
 about 0.7 of the time of PyTorch's product (0.55 with weights that bfloat16 represents) at half its
-error against float64. The bits of a row do not depend on other rows or on the number of threads.
+error against float64. A row's bits do not depend on other rows or on the number of threads.
 Int8 products are exact, in about 0.7 of the time of PyTorch's.
 
 Legend: L tokens, I input channels, O output channels.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from wan.utils.cpp_library import CppLibrary
+from wan.utils.log import logger
 from wan.utils.torch_private import has_amx
 
 _MULTIPLE, _INT8_MULTIPLE = 32, 64  # of channels; int8's output channels are multiples of 32, too
@@ -41,7 +42,12 @@ def uses_amx(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
 @cache
 def is_amx_available() -> bool:
     """Whether the CPU has AMX, the kernel compiles, and Linux lets this process use the tiles."""
-    return has_amx() and AMX_LIBRARY.is_available() and AMX_LIBRARY.load().request_tiles() == 0
+    if not (has_amx() and AMX_LIBRARY.is_available()):
+        return False
+    is_allowed = AMX_LIBRARY.load().request_tiles() == 0
+    if not is_allowed:
+        logger.warning("Products in float32 and int8 are PyTorch's: Linux refuses AMX here.")
+    return is_allowed
 
 
 @torch.library.custom_op("wan::linear_amx", mutates_args=())

@@ -83,7 +83,7 @@ def _compile_cpp(source: Path) -> Path:
     digest = hashlib.sha256(inputs + text).hexdigest()
     output = prepare_compiler_cache() / f"{source.stem}-{digest[:16]}.so"
     lock_file = output.with_suffix(".lock")
-    lock_file.touch(mode=0o600)  # whatever the umask is: others must not write in the folder
+    lock_file.touch(mode=0o600)  # for any umask: others must not write in the folder
     with lock_file.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one rank compiles, the others wait
         if not output.exists():
