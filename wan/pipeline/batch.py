@@ -2,7 +2,7 @@
 
 The prompts of up to `VIDEO_GROUP_SIZE` videos are encoded before the first video is denoised, so
 that the text encoder is loaded once. The videos are then generated in order, or, with
-`group_by_expert`, all of them run the steps of the high-noise expert before the low-noise expert is
+`group_by_expert`, all videos run the steps of the high-noise expert before the low-noise expert is
 loaded; meanwhile their latents are in host memory.
 """
 
